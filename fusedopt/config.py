@@ -1,0 +1,297 @@
+"""What the user may set, checked in one place.
+
+    keyword > file > environment > default  ->  [MainGradConfig]  ->  optimizer, integrations
+
+Flat scalars only: no tensors, no process group, no idea which backends are
+installed. The only module that reads the environment; nothing writes it.
+Sizes are in MiB of fp32 elements, counts are in micro-batches.
+"""
+
+import difflib
+import json
+import operator
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_ENV_PREFIX = "FUSEDOPT_"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_BOOLEANS = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
+_NONE = ("none", "null", "")
+_BACKENDS = ("auto", "torch", "triton", "apex", "transformer_engine")
+_MAX_BUCKET_MIB = 4096  # 4096 MiB * 2**20 bytes / 4 bytes per fp32 element = 2**30 elements
+
+
+def _about(help: str, valid: Sequence[Any] = ()) -> dict[str, Any]:
+    return {"help": help, "valid": valid}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MainGradConfig:
+    """Settings of ``FusedMainGradOptimizer`` and its integrations.
+
+    Text is parsed by the type of its field, however it came in. An unknown name raises
+    ``TypeError`` here, as in any dataclass, and ``ValueError`` in the ``from_*`` constructors.
+
+    Attributes:
+        gradient_accumulation_steps: micro-batches in one window; with k > 1 every k-th ``step()`` acts.
+        gradient_average: divide by the micro-batches of the window; False needs k > 1.
+        max_grad_norm: global norm to clip to; inf measures without clipping, None switches clipping off.
+        nonfinite: on inf or nan gradients "skip" the step, "raise" by parameter name, or "ignore" them.
+        backend: the library that computes the fused operations; "auto" takes what is there.
+        fused_linear: have the integrations convert ``nn.Linear`` layers to ``FusedLinear``.
+        shard: what is split over the ranks: "none", "optimizer" (ZeRO-1) or "gradients" (ZeRO-2).
+        shard_by: cut at any "element" or keep each "parameter" whole; "auto" tries the inner optimizer.
+        bucket_mib: bucket size in MiB of fp32 elements: 1 is 2**18 elements, 4096 (the most) is 2**30.
+        overlap_grad_reduce: start a bucket's reduction inside backward, at its last gradient.
+        overlap_param_gather: let gathers finish under the next forward; needs a shard.
+        broadcast_params: at construction, take the parameters of the group's first rank.
+
+    Raises:
+        ValueError: one error with every problem: field, value, origin, what is needed, what to do.
+    """
+
+    gradient_accumulation_steps: int = field(
+        default=1, metadata=_about("micro-batches accumulated for one step", range(1, sys.maxsize))
+    )
+    gradient_average: bool = field(default=True, metadata=_about("divide by the number of micro-batches"))
+    max_grad_norm: float | None = field(
+        default=None, metadata=_about("global norm to clip to; inf only measures, none switches clipping off")
+    )
+    nonfinite: str = field(
+        default="skip", metadata=_about("what to do on inf or nan gradients", ("skip", "raise", "ignore"))
+    )
+    backend: str = field(default="auto", metadata=_about("library behind the fused operations", _BACKENDS))
+    fused_linear: bool = field(default=False, metadata=_about("have integrations convert nn.Linear layers"))
+    shard: str = field(
+        default="none", metadata=_about("what is split over the ranks", ("none", "optimizer", "gradients"))
+    )
+    shard_by: str = field(
+        default="auto", metadata=_about("where a shard may cut", ("auto", "element", "parameter"))
+    )
+    bucket_mib: int = field(
+        default=128, metadata=_about("bucket size in MiB of fp32 elements", range(1, _MAX_BUCKET_MIB + 1))
+    )
+    overlap_grad_reduce: bool = field(
+        default=True, metadata=_about("reduce a bucket inside backward, at its last gradient")
+    )
+    overlap_param_gather: bool = field(default=False, metadata=_about("gather under the next forward"))
+    broadcast_params: bool = field(default=True, metadata=_about("start from the first rank's parameters"))
+
+    def __post_init__(self) -> None:
+        given = {
+            name: _Given(value, "default" if value is _fields()[name].default else "keyword")
+            for name, value in vars(self).items()
+        }
+        for name, value in _check(given).items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any], **keywords: Any) -> "MainGradConfig":
+        """Build from ``mapping``, overridden by ``keywords``; nothing else is read.
+
+        Raises:
+            ValueError: every unknown name and bad value, in one error.
+        """
+        return cls(**_check(_given(keywords, "keyword"), _given(mapping, "mapping")))
+
+    @classmethod
+    def from_file(
+        cls, path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None, **keywords: Any
+    ) -> "MainGradConfig":
+        """Build from a .json, .yaml or .yml file, over the environment, overridden by ``keywords``.
+
+        ``environ`` is read in place of ``os.environ``.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ImportError: if the file is YAML and PyYAML is not installed.
+            ValueError: if the file cannot be parsed or holds no mapping; every unknown name and bad value.
+        """
+        in_file = _given(_read_file(Path(path)), f"file {os.fspath(path)}")
+        return cls(**_check(_given(keywords, "keyword"), in_file, _given_in_environment(environ)))
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **keywords: Any) -> "MainGradConfig":
+        """Build from ``FUSEDOPT_<FIELD>`` variables, overridden by ``keywords``.
+
+        ``environ`` is read in place of ``os.environ``.
+
+        Raises:
+            ValueError: every unknown ``FUSEDOPT_`` name and bad value, in one error.
+        """
+        return cls(**_check(_given(keywords, "keyword"), _given_in_environment(environ)))
+
+    @classmethod
+    def from_args(cls, namespace: object, **keywords: Any) -> "MainGradConfig":
+        """Build from the attributes that are named like fields, overridden by ``keywords``.
+
+        An attribute that is None was not given; attributes of other names are not ours.
+
+        Raises:
+            ValueError: every unknown keyword and bad value, in one error.
+        """
+        found = {name: getattr(namespace, name, None) for name in _fields()}
+        arguments = {name: value for name, value in found.items() if value is not None}
+        return cls(**_check(_given(keywords, "keyword"), _given(arguments, "argument")))
+
+
+class _Given(NamedTuple):
+    """A value on its way into a field, and where it came from."""
+
+    value: Any
+    origin: str
+
+
+def _fields() -> dict[str, Field[Any]]:
+    return {spec.name: spec for spec in fields(MainGradConfig)}
+
+
+def _given(mapping: Mapping[str, Any], origin: str) -> dict[str, _Given]:
+    return {name: _Given(value, origin) for name, value in mapping.items()}
+
+
+def _given_in_environment(environ: Mapping[str, str] | None) -> dict[str, _Given]:
+    """Return the ``FUSEDOPT_`` variables by field name; an unknown one keeps its own name."""
+    variables = os.environ if environ is None else environ
+    names = {_ENV_PREFIX + name.upper(): name for name in _fields()}
+    return {
+        names.get(variable, variable): _Given(value, f"environment variable {variable}")
+        for variable, value in variables.items()
+        if variable.startswith(_ENV_PREFIX)
+    }
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    suffix = path.suffix.lower()
+    if suffix not in (".json", ".yaml", ".yml"):
+        raise ValueError(f"file {path}: found suffix {suffix!r}, needed .json, .yaml or .yml; rename it")
+    if not path.is_file():
+        raise FileNotFoundError(f"file {path}: found no such file, needed a configuration; correct the path")
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if suffix == ".json" else _parse_yaml(text)
+    except ValueError as error:
+        raise ValueError(f"file {path}: needed valid {suffix[1:]}; correct this: {error}") from error
+    if not isinstance(content, Mapping):
+        found = type(content).__name__
+        raise ValueError(f"file {path}: found {found}, needed a mapping; write 'field: value' pairs")
+    return content
+
+
+def _parse_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError(
+            "found no PyYAML, needed for a YAML configuration; pip install fusedopt[yaml], or write JSON"
+        ) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _check(*sources: Mapping[str, _Given]) -> dict[str, Any]:
+    """Return a valid value for every field from ``sources``, the first of which wins.
+
+    Everything is checked here. ``__post_init__`` comes here for every instance; the constructors
+    come before it, since only they know where a value is from and which names have no field.
+
+    Raises:
+        ValueError: all problems: unknown names in any source, bad values, contradictions.
+    """
+    problems: list[str] = []
+    given = {name: _Given(spec.default, "default") for name, spec in _fields().items()}
+    for source in reversed(sources):
+        problems += [_unknown(name, item.origin) for name, item in source.items() if name not in _fields()]
+        given |= source
+    values: dict[str, Any] = {}  # without the bad ones, so that no contradiction is built on them
+    for name, spec in _fields().items():
+        value, origin = given[name]
+        try:
+            values[name] = _coerce(spec, value)
+        except (KeyError, TypeError, ValueError, OverflowError):
+            needed, instead = _needed(spec), _nearest_valid(spec, value)
+            problems.append(f"{name}={value!r} ({origin}): needed {needed}; use {instead!r}")
+    for name, other, problem in _contradictions(values):
+        found, under = f"{name}={values[name]!r}", f"{other}={values[other]!r}"
+        problems.append(f"{found} ({given[name].origin}) with {under} ({given[other].origin}): {problem}")
+    if problems:
+        raise ValueError("\n  - ".join(["MainGradConfig cannot be built:", *problems]))
+    return values
+
+
+def _contradictions(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield each field that would be ignored, the field that is the cause, and the problem."""
+    if values.get("shard") == "none":
+        remedy = "needed shard='optimizer' or 'gradients'; set it, or drop"
+        if values.get("shard_by") in ("element", "parameter"):
+            yield "shard_by", "shard", f"nothing is cut, {remedy} shard_by"
+        if values.get("overlap_param_gather"):
+            yield "overlap_param_gather", "shard", f"nothing is gathered, {remedy} overlap_param_gather"
+    if values.get("gradient_average") is False and values.get("gradient_accumulation_steps") == 1:
+        remedy = "needed more than one micro-batch; set that, or drop gradient_average"
+        yield "gradient_average", "gradient_accumulation_steps", f"nothing is averaged, {remedy}"
+
+
+def _coerce(spec: Field[Any], value: Any) -> Any:
+    """Return ``value`` in the type of its field, parsed if it is text.
+
+    Raises:
+        KeyError, TypeError, ValueError, OverflowError: if it does not fit; ``_needed`` says what does.
+    """
+    value = value.strip() if isinstance(value, str) else value
+    if spec.type is bool:
+        return _BOOLEANS[str(value).lower()]
+    if isinstance(value, bool):  # True would pass for 1
+        raise TypeError(value)
+    if spec.type == float | None:
+        norm = None if str(value).lower() in _NONE else float(value)
+        if norm is not None and not norm > 0:  # nan is not
+            raise ValueError(value)
+        return norm
+    if spec.type is int:
+        value = int(value) if isinstance(value, str) else operator.index(value)
+    if value not in spec.metadata["valid"]:
+        raise ValueError(value)
+    return value
+
+
+def _needed(spec: Field[Any]) -> str:
+    if spec.type is bool:
+        return "one of 1/0, true/false, yes/no, on/off"
+    if spec.type is str:
+        return f"one of {', '.join(map(repr, spec.metadata['valid']))}"
+    if spec.name == "bucket_mib":
+        most = f"{_MAX_BUCKET_MIB} MiB * 2**20 bytes / 4 bytes per fp32 element = 2**30 elements"
+        return f"a whole number from 1 to {_MAX_BUCKET_MIB} ({most})"
+    if spec.type is int:
+        return "a whole number of at least 1"
+    return "a positive number, inf to measure without clipping, or None to switch clipping off"
+
+
+def _nearest_valid(spec: Field[Any], value: Any) -> Any:
+    """Return the nearest name to a misspelt one, the nearest bound to a number, else the default."""
+    valid: Sequence[Any] = list(_BOOLEANS) if spec.type is bool else spec.metadata["valid"]
+    if spec.type in (bool, str):
+        return _nearest(value, valid) if isinstance(value, str) else spec.default
+    try:
+        return round(min(max(float(value), valid[0]), valid[-1]))
+    except (IndexError, TypeError, ValueError, OverflowError):
+        return spec.default
+
+
+def _nearest(text: str, names: Iterable[str]) -> str:
+    by_lower = {name.lower(): name for name in names}
+    return by_lower[difflib.get_close_matches(text.lower(), by_lower, n=1, cutoff=0.0)[0]]
+
+
+def _unknown(name: object, origin: str) -> str:
+    names = list(_fields())
+    if origin.startswith("environment"):
+        names = [_ENV_PREFIX + known.upper() for known in names]
+    return f"{name} ({origin}): found an unknown name, needed a field's; use {_nearest(str(name), names)!r}"
