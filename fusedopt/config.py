@@ -69,9 +69,7 @@ class MainGradConfig:
     shard: str = field(
         default="none", metadata=_about("what is split over the ranks", ("none", "optimizer", "gradients"))
     )
-    shard_by: str = field(
-        default="auto", metadata=_about("where a shard may cut", ("auto", "element", "parameter"))
-    )
+    shard_by: str = field(default="auto", metadata=_about("where a shard may cut", ("auto", "element", "parameter")))
     bucket_mib: int = field(
         default=128, metadata=_about("bucket size in MiB of fp32 elements", range(1, _MAX_BUCKET_MIB + 1))
     )

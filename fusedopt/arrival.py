@@ -1,0 +1,150 @@
+"""Fold what autograd delivers into main_grad and keep ``param.grad is param.main_grad``.
+
+    parameters -> layout -> buffers -> [arrival] -> reduction -> clip -> step -> write-back -> gather
+
+One mechanism: ``param.grad_dtype`` is main_grad's dtype, so the engine casts every
+contribution before it sums; a post-accumulate hook, the first of the parameter's,
+copies the first gradient after a clear into main_grad and hangs that on ``.grad``;
+from then on autograd adds into main_grad in place and the hook only looks.
+
+Knows nothing of what happens to a complete bucket.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fusedopt.buffers import Buffers, Entry, Slot
+from fusedopt.checks import refuse_ddp
+
+
+class DdpSearch:
+    """Look once, at the first arrival, for a DDP module that was made after wrapping."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def __call__(self, param: Tensor) -> None:
+        """Raise if this is the first call and a live DDP module holds ``param``; see `refuse_ddp`."""
+        if not self._is_done:
+            refuse_ddp([param])
+            self._is_done = True
+
+
+def fold(ddp_search: DdpSearch, slot: Slot, param: Tensor) -> None:
+    """Take ``param.grad`` over into main_grad, so that ``param.grad is param.main_grad``.
+
+    Args:
+        ddp_search: shared by the parameters of one wrapper.
+        slot: of the parameter.
+        param: its ``.grad`` may be main_grad itself, a new gradient of main_grad's dtype, one that the
+            user set by hand, or None.
+
+    Raises:
+        RuntimeError: if the parameter or main_grad is not what it was when wrapped, or the gradient
+            is part of a graph (``create_graph=True``). The sum of earlier micro-batches is kept.
+        TypeError: for a sparse or complex gradient.
+    """
+    grad = param.grad
+    main_grad = slot.main_grad
+    if grad is main_grad:  # autograd added in place
+        if main_grad.data_ptr() != slot.address or getattr(param, "main_grad", None) is not main_grad:
+            slot.check(param)
+        return
+    if grad is None:  # a Function returned None
+        return
+    ddp_search(param)
+    slot.check(param)
+    _refuse(slot, param, grad)
+    main_grad.copy_(grad)
+    param.grad = main_grad
+    slot.num_first_touches += 1
+
+
+def _refuse(slot: Slot, param: Tensor, grad: Tensor) -> None:
+    if grad.requires_grad:
+        # Under create_graph autograd adds out of place: then main_grad still holds the earlier sum.
+        is_sum = grad.grad_fn is not None and grad.grad_fn.name() == "AddBackward0"
+        param.grad = slot.main_grad if is_sum else None
+        raise RuntimeError(
+            f"the gradient of parameter {slot.name} is part of a graph: backward(create_graph=True) would keep that "
+            "graph in main_grad, or lose it. Use torch.autograd.grad(loss, parameters, create_graph=True), which "
+            "leaves main_grad untouched"
+        )
+    if grad.layout is not torch.strided:
+        param.grad = None
+        raise TypeError(
+            f"the gradient of parameter {slot.name} is {grad.layout}; main_grad is dense. Use dense gradients "
+            "(nn.Embedding(sparse=False)), or leave this parameter to an optimizer of its own"
+        )
+    if grad.shape != slot.shape or grad.dtype is not slot.main_grad.dtype:
+        raise RuntimeError(
+            f"the gradient of parameter {slot.name} is {grad.dtype} with shape {tuple(grad.shape)}; needed is "
+            f"{slot.main_grad.dtype} with shape {tuple(slot.shape)}. Assign such a tensor, or None to clear"
+        )
+
+
+class Arrival:
+    """The hooks of one wrapper.
+
+    Args:
+        buffers: whose entries are watched.
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._ddp_search = DdpSearch()
+        self._handles: dict[int, RemovableHandle] = {}
+
+    def watch(self, entries: Sequence[Entry]) -> None:
+        """Fold every gradient that arrives for ``entries`` from now on."""
+        for entry in entries:
+            self._hook_first(entry.param, functools.partial(fold, self._ddp_search, entry.slot))
+
+    def watch_frozen(self, name: str, param: nn.Parameter) -> None:
+        """Raise, by name, if a gradient arrives for a parameter that had no buffers because it was frozen."""
+        if not param.dtype.is_floating_point:
+            return  # can never require a gradient
+        param.requires_grad_(True)  # torch hooks only such tensors, and keeps the hook afterwards
+        self._hook_first(param, functools.partial(_refuse_unfrozen, name))
+        param.requires_grad_(False)
+
+    def unwatch(self, param: nn.Parameter) -> None:
+        """Remove the hook of ``param``."""
+        self._handles.pop(id(param)).remove()
+
+    def adopt(self) -> None:
+        """Take over gradients that were set by hand since the last arrival."""
+        for entry in self._buffers.entries:
+            grad = entry.param.grad
+            if grad is not None and grad is not entry.slot.main_grad:
+                with torch.no_grad():
+                    fold(self._ddp_search, entry.slot, entry.param)
+
+    def release(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _hook_first(self, param: nn.Parameter, hook: functools.partial[None]) -> None:
+        # Users' hooks, also those registered before wrapping, see `.grad is main_grad`: ours runs first.
+        # torch walks the plain dict order, which OrderedDict.move_to_end() does not change.
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        hooks = param._post_accumulate_grad_hooks
+        for key in [key for key in hooks if key != handle.id]:
+            hooks[key] = hooks.pop(key)
+        self._handles[id(param)] = handle
+
+
+def _refuse_unfrozen(name: str, param: Tensor) -> None:
+    param.grad = None
+    raise RuntimeError(
+        f"a gradient arrived for parameter {name}, which was frozen when the optimizer was wrapped and has no "
+        "main_grad yet. Call optimizer.zero_grad() after requires_grad_(True) and before the next backward"
+    )

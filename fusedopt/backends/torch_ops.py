@@ -1,0 +1,83 @@
+"""The reference and default of every operation on flat buffers, in plain torch.
+
+Knows tensors only: no parameters, buckets or optimizers. Every function runs on
+the tensors' own device and never reads a value back to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusedopt.layout import ROW_NUMEL
+
+
+def norm(flats: Sequence[Tensor], norm_type: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the norm of all elements of ``flats``, padding included (it is zero).
+
+    Args:
+        flats: 1-D, float32 or float64, numel a multiple of ``ROW_NUMEL``; on any devices. Read.
+        norm_type: ``p > 0`` or ``inf``.
+        dtype: to sum in; default each tensor's own.
+
+    Returns:
+        0-d, on the first tensor's device; float64 if any tensor or ``dtype`` is, else float32.
+
+    Numerics: rows of 1024 elements are summed in the tensor's dtype and the rows' norms in float64.
+    With fp32 rows a 2-norm carries a relative error below ``1024 * 2**-24 / 2`` by the standard bound
+    (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1), far less in practice.
+    ``torch.linalg.vector_norm`` of one flat CPU tensor was measured at 2e-3 for 30 M elements.
+    """
+    device = flats[0].device
+    rows = [torch.linalg.vector_norm(f.view(-1, ROW_NUMEL), norm_type, dim=1, dtype=dtype) for f in flats]
+    totals = [torch.linalg.vector_norm(r, norm_type, dtype=torch.float64).to(device) for r in rows]
+    total = totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), norm_type)
+    result: Tensor = total if any(r.dtype is torch.float64 for r in rows) else total.float()
+    return result
+
+
+def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor by ``factor``, a 0-d tensor, in place: one rounding in the tensor's dtype."""
+    for device_tensors in _by_device(tensors):
+        torch._foreach_mul_(device_tensors, factor.to(device_tensors[0]))
+
+
+def divide_(tensors: Sequence[Tensor], divisor: int) -> None:
+    """Divide each tensor by ``divisor``, in place: one rounding in the tensor's dtype."""
+    if tensors:
+        torch._foreach_div_(list(tensors), float(divisor))
+
+
+def zero_(tensors: Sequence[Tensor]) -> None:
+    """Fill each tensor with zeros."""
+    if tensors:
+        torch._foreach_zero_(list(tensors))
+
+
+def cast_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Round each source to its target's dtype (nearest even) and write it there."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def take_over_(main_param: Tensor, param: Tensor) -> None:
+    """Let edits of ``param`` reach ``main_param``, element by element.
+
+    An element of ``param`` that still has the bits of the rounded ``main_param`` was not edited, and
+    its ``main_param`` keeps every bit; the others are set to the value of ``param``.
+
+    Args:
+        main_param: float32, ``[*shape]``. Written.
+        param: bfloat16 or float16, ``[*shape]``. Read.
+    """
+    unchanged = main_param.to(param.dtype).view(torch.int16) == param.view(torch.int16)
+    main_param.copy_(torch.where(unchanged, main_param, param.to(main_param.dtype)))
+
+
+def _by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(groups.values())

@@ -1,0 +1,204 @@
+"""Refuse what cannot be wrapped, before anything is changed.
+
+    [checks] -> parameters -> layout -> buffers -> arrival -> reduction -> clip -> step -> write-back -> gather
+
+Every message says which parameter, what was found, what is needed, what to do.
+Knows nothing of buffers.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fusedopt.config import MainGradConfig
+
+MAIN_DTYPES = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+"""dtype of main_grad and main_param, by the dtype of the model parameter."""
+
+
+def checked_optimizers(inner: Any, wrapper: type[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers to wrap as a list.
+
+    Raises:
+        TypeError: if one is no torch optimizer, or works on sparse gradients only.
+        ValueError: if there is none.
+        RuntimeError: if one is a ``wrapper`` already.
+    """
+    optimizers = list(inner) if isinstance(inner, (list, tuple)) else [inner]
+    for opt in optimizers:
+        if isinstance(opt, wrapper):
+            raise RuntimeError("this optimizer is a FusedMainGradOptimizer already; wrap the bare optimizer, once")
+        if not isinstance(opt, Optimizer):
+            raise TypeError(
+                f"inner is a {type(opt).__module__}.{type(opt).__qualname__}; needed is a torch.optim.Optimizer "
+                "instance, or a list of them: FusedMainGradOptimizer(torch.optim.AdamW(model.parameters()))"
+            )
+        if isinstance(opt, torch.optim.SparseAdam):
+            raise TypeError(
+                "SparseAdam works on sparse gradients only, and main_grad is dense; use Adam with "
+                "nn.Embedding(sparse=False), or keep SparseAdam unwrapped for its own parameters"
+            )
+    if not optimizers:
+        raise ValueError("inner is an empty list; needed is at least one torch optimizer")
+    return optimizers
+
+
+def refuse_unsupported(config: MainGradConfig, requires_closure: bool) -> None:
+    """Refuse settings and surroundings in which this version would do less than it was asked to.
+
+    Raises:
+        ValueError: naming the field.
+        RuntimeError: if this process is one of several ranks.
+    """
+    if config.shard != "none":
+        raise ValueError(
+            f'shard="{config.shard}" needs several ranks, which this version cannot use; leave shard="none"'
+        )
+    world_size = torch.distributed.get_world_size() if _has_process_group() else 1
+    if world_size > 1:
+        raise RuntimeError(
+            f"this process is one of {world_size} ranks; this version of fusedopt does not reduce gradients over "
+            "ranks, and each would train on its own. Run one process"
+        )
+    if config.fused_linear:
+        raise ValueError(
+            "fused_linear=True was given to FusedMainGradOptimizer, which sees parameters and no modules; it is for "
+            "the integrations. Drop it here"
+        )
+    if config.gradient_accumulation_steps > 1 and requires_closure:
+        raise ValueError(
+            f"gradient_accumulation_steps={config.gradient_accumulation_steps} with an inner optimizer that evaluates "
+            "its closure itself; accumulate inside the closure and use gradient_accumulation_steps=1"
+        )
+
+
+def check_all_parameters(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers whose parameters cannot be wrapped; see `check_parameters`.
+
+    Raises:
+        ValueError: also if no parameter requires a gradient.
+        RuntimeError: also if a live DistributedDataParallel holds one.
+    """
+    named = _all_named(optimizers)
+    if any(hasattr(param, "main_grad") for _, param in named):
+        gc.collect()  # a wrapper that was dropped, but sits in a reference cycle, lets go of them now
+        named = _all_named(optimizers)
+    check_parameters(named)
+    trainable = [param for _, param in named if param.requires_grad]
+    if not trainable:
+        raise ValueError(
+            f"none of the {len(named)} parameter(s) of the inner optimizer requires a gradient; unfreeze some "
+            "(requires_grad_(True)) or pass those that train"
+        )
+    refuse_ddp(trainable)
+
+
+def _all_named(optimizers: Sequence[Optimizer]) -> list[tuple[str, nn.Parameter]]:
+    groups = [group for opt in optimizers for group in opt.param_groups]
+    return [pair for index, group in enumerate(groups) for pair in named_params(group, index)]
+
+
+def named_params(group: dict[str, Any], index: int) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of group number ``index`` with their names, or with their places where they have none."""
+    names = group.get("param_names") or [default_name(index, i) for i in range(len(group["params"]))]
+    return list(zip(names, group["params"], strict=True))
+
+
+def default_name(group: int, index: int) -> str:
+    """Return what messages call a parameter without a name."""
+    return f"param_groups[{group}]['params'][{index}]"
+
+
+def check_parameters(named_params: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse parameters that cannot be wrapped, before anything is changed.
+
+    Raises:
+        TypeError: complex, sparse or non-floating dtype, or a DTensor.
+        ValueError: on the meta device, uninitialised, or given twice.
+        RuntimeError: if a parameter already has a ``main_grad``.
+    """
+    seen: dict[int, str] = {}
+    for name, param in named_params:
+        if id(param) in seen:
+            raise ValueError(
+                f"parameter {name} is given twice (first as {seen[id(param)]}); give each parameter to one group of "
+                "one inner optimizer, once"
+            )
+        seen[id(param)] = name
+        if nn.parameter.is_lazy(param):
+            raise ValueError(f"parameter {name} is uninitialised (a lazy module); run one forward first, then wrap")
+        if param.requires_grad:
+            check_trainable(name, param)
+
+
+def check_trainable(name: str, param: Tensor) -> None:
+    """Refuse one trainable parameter that cannot have main_grad; see `check_parameters`."""
+    if hasattr(param, "device_mesh") and hasattr(param, "placements"):
+        raise TypeError(f"parameter {name} is a DTensor, which this version cannot wrap; give it a plain Parameter")
+    if param.is_complex():
+        raise TypeError(
+            f"parameter {name} is {param.dtype}; fusedopt wraps real parameters only. Hold it as two real ones "
+            "(torch.view_as_real), or leave it to an optimizer of its own"
+        )
+    if param.layout is not torch.strided:
+        raise TypeError(f"parameter {name} has layout {param.layout}; make it dense (param.to_dense()) before wrapping")
+    if param.dtype not in MAIN_DTYPES:
+        raise TypeError(
+            f"parameter {name} is {param.dtype}; a trainable parameter must be bfloat16, float16, float32 or float64. "
+            "Freeze it (requires_grad=False) or cast it before wrapping"
+        )
+    if param.is_meta:
+        raise ValueError(
+            f"parameter {name} is on the meta device and has no values; materialise it (model.to_empty(device=...) "
+            "and load weights) before wrapping"
+        )
+    if param.grad is not None and (param.grad.layout is not torch.strided or param.grad.requires_grad):
+        raise TypeError(
+            f"the gradient that hangs on parameter {name} is sparse or part of a graph; clear it (param.grad = None) "
+            "and make its layer deliver dense gradients before wrapping"
+        )
+    if hasattr(param, "main_grad"):
+        raise RuntimeError(
+            f"parameter {name} already has a main_grad: another FusedMainGradOptimizer (or Megatron's DDP) holds it, "
+            "or its inner optimizer. Call unwrap() on that optimizer, or drop the last reference to it, before "
+            "wrapping again"
+        )
+
+
+def refuse_ddp(params: Sequence[Tensor]) -> None:
+    """Raise if a live DistributedDataParallel module holds one of ``params``.
+
+    DDP leaves no mark on a parameter, so this looks through the objects alive; it costs about 0.1 s
+    and runs only where a process group exists.
+
+    Raises:
+        RuntimeError: naming the module DDP wraps.
+    """
+    if not _has_process_group():
+        return
+    ours = {id(param) for param in params}
+    for module in gc.get_objects():
+        # type(), not isinstance(): the latter runs code of lazy modules and dead weak proxies.
+        if not issubclass(type(module), nn.parallel.DistributedDataParallel):
+            continue
+        if any(id(p) in ours for p in module.parameters()):
+            raise RuntimeError(
+                f"a live DistributedDataParallel around {type(module.module).__name__} holds parameters of this "
+                "optimizer, and would reduce gradients that main_grad already holds. Give fusedopt the bare module: "
+                "it reduces by itself"
+            )
+
+
+def _has_process_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,172 @@
+"""Measure gradients (global norm, finiteness), then apply (average, clip, or leave the step out).
+
+    parameters -> layout -> buffers -> arrival -> reduction -> [clip] -> step -> write-back -> gather
+
+Knows nothing of parameter groups or hyper-parameters.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor
+
+from fusedopt.backends import Backend
+from fusedopt.buffers import Buffers
+
+EPSILON = 1e-6
+"""Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return ``min(1, max_norm / (norm + 1e-6))``, 0-d: what torch multiplies gradients by."""
+    return torch.clamp(max_norm / (norm + EPSILON), max=1.0)
+
+
+class Clip:
+    """What happens to complete gradients before the inner step.
+
+    Args:
+        backend: does the work on the tensors.
+        buffers: whose gradients these are.
+        max_norm: largest global 2-norm that passes unscaled; None does not clip.
+        nonfinite: ``"skip"``, ``"raise"`` or ``"ignore"``, see `MainGradConfig`.
+    """
+
+    def __init__(self, backend: Backend, buffers: Buffers, max_norm: float | None, nonfinite: str) -> None:
+        self._backend = backend
+        self._buffers = buffers
+        self._max_norm = max_norm
+        self.nonfinite = nonfinite
+        self.skips = Skips()
+        self.norm: Tensor | None = None
+
+    def average(self, num_micro_batches: int) -> None:
+        """Divide every gradient by ``num_micro_batches``: once a window, one rounding."""
+        self._backend.divide_(self._present(), num_micro_batches)
+
+    def measure(self, norm_type: float = 2.0) -> Tensor:
+        """Return the global norm, every element once; see `torch_ops.norm` for its numerics.
+
+        Raises:
+            ValueError: unless ``norm_type`` is positive (``inf`` included).
+        """
+        if not float(norm_type) > 0:
+            raise ValueError(f"norm_type={norm_type} is not a norm; use a positive number or math.inf")
+        self._buffers.zero_absent()
+        return self._backend.norm(self._buffers.grad_flats, float(norm_type))
+
+    def scale(self, norm: Tensor, max_norm: float) -> None:
+        """Scale all gradients so that a global norm of ``norm`` becomes at most ``max_norm``."""
+        self._backend.scale_(self._present(), clip_coefficient(norm, max_norm))
+
+    def on_host(self, nonfinite: str) -> bool:
+        """Measure and clip; one host synchronisation, none under ``"ignore"``.
+
+        Returns:
+            False where the step must be left out: a gradient was not finite and ``nonfinite`` is ``"skip"``.
+
+        Raises:
+            FloatingPointError: naming the parameters, if ``nonfinite`` is ``"raise"``.
+        """
+        if nonfinite == "ignore":
+            if self._max_norm is not None:
+                self.norm = self.measure()
+                self.scale(self.norm, self._max_norm)
+            return True
+        self.norm = self.measure()
+        value = self.norm.item()
+        if not math.isfinite(value):
+            # A finite gradient above 1.8e19 overflows the fp32 sum of its squares; float64 takes 20 times longer.
+            self.norm = self._backend.norm(self._buffers.grad_flats, 2.0, dtype=torch.float64)
+            value = self.norm.item()
+        is_finite = math.isfinite(value)
+        if not is_finite and nonfinite == "raise":
+            raise FloatingPointError(self._describe_nonfinite())
+        self.skips.note(not is_finite)
+        if is_finite and self._max_norm is not None and value + EPSILON > self._max_norm:
+            self.scale(self.norm, self._max_norm)
+        return is_finite
+
+    def on_device(self) -> tuple[Tensor | None, Tensor]:
+        """Measure, and leave clipping and skipping to the inner optimizer's kernel: no host synchronisation.
+
+        A finite norm above 1.8e19 counts as not finite here.
+
+        Returns:
+            What gradients are to be divided by (None without clipping) and whether to leave the step out
+            (nonzero); both float32, 0-d.
+        """
+        self.norm = self.measure()
+        norm = self.norm.float()
+        found_inf = torch.isfinite(norm).logical_not().float()
+        self.skips.note(found_inf)
+        return (None if self._max_norm is None else 1.0 / clip_coefficient(norm, self._max_norm)), found_inf
+
+    def _present(self) -> list[Tensor]:
+        return [entry.slot.main_grad for entry in self._buffers.with_grad()]
+
+    def _describe_nonfinite(self) -> str:
+        entries = self._buffers.with_grad()
+        names = [e.slot.name for e in entries if not bool(torch.isfinite(e.slot.main_grad).all())]
+        shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+        return (
+            f"gradients hold inf or nan in {len(names)} parameter(s): {shown}. Parameters and state were not changed. "
+            "Lower the learning rate or look at the batch; nonfinite='skip' leaves such steps out"
+        )
+
+
+class Skips:
+    """Count steps left out because a gradient was not finite.
+
+    Steps decided on the device are summed there; reading the count brings it to the host. The warning
+    comes with a decision on the host or a read, at 1, 2, 4, 8, ... steps.
+    """
+
+    def __init__(self) -> None:
+        self._num_on_host = 0
+        self._num_on_device: Tensor | None = None
+        self._last: bool | Tensor = False
+        self._next_warning = 1
+
+    def note(self, was_skipped: bool | Tensor) -> None:
+        """Record one step. A tensor (0-d, nonzero where skipped) is not read."""
+        self._last = was_skipped
+        if isinstance(was_skipped, Tensor):
+            if self._num_on_device is None:
+                self._num_on_device = torch.zeros((), dtype=torch.int64, device=was_skipped.device)
+            self._num_on_device += (was_skipped != 0).to(self._num_on_device)
+        elif was_skipped:
+            self._num_on_host += 1
+            if self._num_on_device is None:
+                self._warn(self._num_on_host)
+
+    def last_was_skipped(self) -> bool:
+        """Return whether the last step was left out. Synchronises where the device decided it."""
+        return bool(self._last)
+
+    def total(self) -> int:
+        """Return how many steps were left out. Synchronises where the device decided them."""
+        on_device = 0 if self._num_on_device is None else int(self._num_on_device)
+        self._warn(self._num_on_host + on_device)
+        return self._num_on_host + on_device
+
+    def restore(self, total: int) -> None:
+        """Go on from ``total`` skipped steps."""
+        self._num_on_host, self._num_on_device = total, None
+        while self._next_warning <= total:
+            self._next_warning *= 2
+
+    def _warn(self, total: int) -> None:
+        if total < self._next_warning:
+            return
+        while self._next_warning <= total:
+            self._next_warning *= 2
+        warnings.warn(
+            f"{total} optimizer step(s) so far were skipped because a gradient held inf or nan; parameters, state and "
+            f"step counts did not move. nonfinite='raise' names the parameters. Next said at {self._next_warning}.",
+            RuntimeWarning,
+            stacklevel=5,
+        )

@@ -1,0 +1,343 @@
+"""Give any torch optimizer its main_params, and carry hyper-parameters both ways.
+
+    parameters -> layout -> buffers -> arrival -> reduction -> clip -> [step] -> write-back -> gather
+
+The inner optimizers' own parameter lists are edited in place (LBFGS, for one, keeps a
+reference to its list), their state moves with the parameters. *Outer* groups are those of
+the wrapper, with the model's parameters; *inner* groups those of the wrapped optimizers,
+with main_params. Knows nothing of ranks or files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from fusedopt.buffers import Entry
+
+_MISSING = object()
+_NOT_HYPER_PARAMETERS = ("params", "param_names")
+
+Group = dict[str, Any]
+
+
+class InnerOptimizers:
+    """The wrapped optimizers, seen as one.
+
+    Args:
+        optimizers: over disjoint parameters; at least one.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        # In the order of the outer groups: which optimizer, and which of its groups.
+        self._places = [(o, g) for o, opt in enumerate(self.optimizers) for g in range(len(opt.param_groups))]
+        self._agreed: list[Group] = [dict(self.group(i)) for i in range(self.num_groups)]
+        self._main_of: dict[int, nn.Parameter] = {}
+        self._param_of: dict[int, nn.Parameter] = {}
+        self._home_of: dict[int, Optimizer] = {}
+        self._stepped: set[int] = set()
+
+    @property
+    def num_groups(self) -> int:
+        """Parameter groups of all inner optimizers."""
+        return len(self._places)
+
+    @property
+    def requires_closure(self) -> bool:
+        """Whether an inner optimizer cannot step without a closure (LBFGS)."""
+        return any(_requires_closure(opt) for opt in self.optimizers)
+
+    @property
+    def takes_found_inf(self) -> bool:
+        """Whether every inner optimizer unscales and skips on the device (torch's ``fused=True``)."""
+        return all(
+            getattr(opt, "_step_supports_amp_scaling", False) and all(g.get("fused") for g in opt.param_groups)
+            for opt in self.optimizers
+        )
+
+    def common_defaults(self) -> dict[str, Any]:
+        """Return the defaults that all inner optimizers have, with the values of the first."""
+        first = self.optimizers[0].defaults
+        if len(self.optimizers) == 1:
+            return first
+        return {key: value for key, value in first.items() if all(key in opt.defaults for opt in self.optimizers)}
+
+    def group(self, index: int) -> Group:
+        """Return the inner group of outer group ``index``. Looked up anew: loading rebinds the dicts."""
+        optimizer, position = self._places[index]
+        return self.optimizers[optimizer].param_groups[position]
+
+    def optimizer_of(self, index: int) -> Optimizer:
+        """Return the inner optimizer of outer group ``index``."""
+        return self.optimizers[self._places[index][0]]
+
+    def add_group(self, group: Group) -> None:
+        """Add ``group`` (with model parameters) to its inner optimizer, which fills in its defaults.
+
+        With several inner optimizers the key ``"inner"`` says which one.
+
+        Raises:
+            ValueError: if that key is missing or out of range.
+        """
+        group = dict(group)
+        chosen = group.pop("inner", 0 if len(self.optimizers) == 1 else None)
+        if chosen not in range(len(self.optimizers)):
+            names = ", ".join(f"{i}: {type(opt).__name__}" for i, opt in enumerate(self.optimizers))
+            raise ValueError(f'add_param_group: group["inner"] is {chosen!r}; needed is the number of one of ({names})')
+        self.optimizers[chosen].add_param_group(group)
+        self._places.append((chosen, len(self.optimizers[chosen].param_groups) - 1))
+        self._agreed.append(dict(self.group(self.num_groups - 1)))
+
+    def adopt(self, index: int, entries: Sequence[Entry]) -> None:
+        """Put main_params in the place of model parameters in group ``index``, state included."""
+        for entry in entries:
+            self._main_of[id(entry.param)] = entry.main_param
+            self._param_of[id(entry.main_param)] = entry.param
+            self._home_of[id(entry.main_param)] = self.optimizer_of(index)
+        self._replace(index, self._main_of)
+
+    def release(self) -> None:
+        """Put the model parameters back, with state in each parameter's dtype, as torch keeps it."""
+        for index in range(self.num_groups):
+            self._replace(index, self._param_of)
+        self._main_of.clear()
+        self._param_of.clear()
+
+    def _replace(self, index: int, replacement: dict[int, nn.Parameter]) -> None:
+        params = self.group(index)["params"]
+        state = self.optimizer_of(index).state
+        for old in params:
+            new = replacement.get(id(old), old)
+            if new is not old and old in state:
+                state[new] = _cast_state(state.pop(old), new)
+        params[:] = [replacement.get(id(old), old) for old in params]
+
+    def agree(self, outer_groups: Sequence[Group]) -> None:
+        """Carry every hyper-parameter to the side where it did not change since the last call.
+
+        Raises:
+            RuntimeError: naming a value that changed on both sides, to different values. Nothing was carried.
+        """
+        changes = [self._changes(i, outer) for i, outer in enumerate(outer_groups)]
+        for index, outer in enumerate(outer_groups):
+            inner = self.group(index)
+            for key, value in changes[index].items():
+                inner[key] = outer[key] = _fill(inner.get(key), value)
+            self._agreed[index] = {k: v for k, v in inner.items() if k not in _NOT_HYPER_PARAMETERS}
+
+    def _changes(self, index: int, outer: Group) -> Group:
+        inner, agreed = self.group(index), self._agreed[index]
+        changes: Group = {}
+        for key in {**inner, **outer}:
+            ours, theirs = outer.get(key, _MISSING), inner.get(key, _MISSING)
+            if key in _NOT_HYPER_PARAMETERS or _is_same(ours, theirs):
+                continue
+            before = agreed.get(key, _MISSING)
+            is_ours_new = ours is not _MISSING and not _is_same(ours, before)
+            if is_ours_new and theirs is not _MISSING and not _is_same(theirs, before):
+                raise RuntimeError(
+                    f"param_groups[{index}][{key!r}] was changed on both sides since the last step: to {ours!r} on the "
+                    f"wrapper and to {theirs!r} on the inner {type(self.optimizer_of(index)).__name__}. Change it on "
+                    "one side only: drive one scheduler, made on either of them"
+                )
+            changes[key] = ours if is_ours_new or theirs is _MISSING else theirs
+        return changes
+
+    def would_create_state(self, entries: Sequence[Entry]) -> bool:
+        """Return whether one of ``entries`` (those with a gradient) meets its first step."""
+        return any(id(entry.param) not in self._stepped for entry in entries)
+
+    def forget_steps(self) -> None:
+        """Treat every parameter's next step as its first: state was loaded."""
+        self._stepped.clear()
+
+    def step(
+        self,
+        entries: Sequence[Entry],
+        closure: Callable[[], Any] | None = None,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> Any:
+        """Step every inner optimizer on its main_params.
+
+        Args:
+            entries: all trainable parameters.
+            closure: for inner optimizers that require one; it has to call `hang_gradients` itself.
+            grad_scale: float32, 0-d; what gradients are divided by on the device. Needs `takes_found_inf`.
+            found_inf: float32, 0-d; nonzero leaves parameters and state as they are. Needs `takes_found_inf`.
+
+        Returns:
+            What the inner optimizer's ``step`` returned.
+        """
+        result = None
+        hang_gradients(entries)
+        try:
+            with _global_step_hooks_muted():
+                for opt in self.optimizers:
+                    with _attributes(opt, grad_scale=grad_scale, found_inf=found_inf):
+                        result = opt.step(closure) if closure is not None else opt.step()
+        finally:
+            for entry in entries:
+                if entry.has_own_main_param:
+                    entry.main_param.grad = None
+        self._stepped.update(id(entry.param) for entry in entries if entry.param.grad is not None)
+        return result
+
+    def call(self, method: str) -> bool:
+        """Call ``method`` (train, eval) on the inner optimizers that have it; return whether any has."""
+        found = [getattr(opt, method) for opt in self.optimizers if callable(getattr(opt, method, None))]
+        for bound in found:
+            bound()
+        return bool(found)
+
+    def main_of(self, key: Any) -> Any:
+        """Return the main_param of model parameter ``key``; anything else unchanged."""
+        return self._main_of.get(id(key), key)
+
+    def param_of(self, key: Any) -> Any:
+        """Return the model parameter of main_param ``key``; anything else unchanged."""
+        return self._param_of.get(id(key), key)
+
+    def home_of(self, main_param: Any) -> Optimizer:
+        """Return the inner optimizer that updates ``main_param``; for any other key, the one that has state for it."""
+        home = self._home_of.get(id(main_param))
+        holders = (opt for opt in self.optimizers if main_param in opt.state)
+        return home or next(holders, self.optimizers[0])
+
+    def state_nbytes(self) -> int:
+        """Return the bytes of all tensors in inner state."""
+        return sum(_nbytes(dict(opt.state)) for opt in self.optimizers)
+
+    def portable(self) -> list[tuple[type[Optimizer], dict[str, Any]]]:
+        """Return what copies and pickles need: each optimizer's class and state, over model parameters."""
+        parts = []
+        for opt in self.optimizers:
+            state = dict(opt.__getstate__())  # what torch itself would pickle of it
+            state["state"] = {self.param_of(key): value for key, value in opt.state.items()}
+            state["param_groups"] = [{**g, "params": [self.param_of(p) for p in g["params"]]} for g in opt.param_groups]
+            parts.append((type(opt), state))
+        return parts
+
+
+def from_portable(parts: Sequence[tuple[type[Optimizer], dict[str, Any]]]) -> list[Optimizer]:
+    """Rebuild plain optimizers from `InnerOptimizers.portable`, the way torch unpickles them."""
+    optimizers = []
+    for cls, state in parts:
+        opt = cls.__new__(cls)
+        opt.__setstate__({**state, "state": defaultdict(dict, state["state"])})
+        optimizers.append(opt)
+    return optimizers
+
+
+def hang_gradients(entries: Sequence[Entry]) -> None:
+    """Give main_params the gradients of their model parameters, None included."""
+    for entry in entries:
+        if entry.has_own_main_param:
+            entry.main_param.grad = entry.param.grad
+
+
+class StateView(MutableMapping[Any, Any]):
+    """``optimizer.state`` by model parameter: a live view of the inner optimizers' state by main_param."""
+
+    def __init__(self, inner: InnerOptimizers) -> None:
+        self._inner = inner
+
+    def _home(self, key: Hashable) -> Any:
+        return self._inner.home_of(self._inner.main_of(key)).state
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._home(key)[self._inner.main_of(key)]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._home(key)[self._inner.main_of(key)] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._home(key)[self._inner.main_of(key)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._inner.param_of(key) for opt in self._inner.optimizers for key in list(opt.state))
+
+    def __len__(self) -> int:
+        return sum(len(opt.state) for opt in self._inner.optimizers)
+
+    def __contains__(self, key: object) -> bool:
+        return any(self._inner.main_of(key) in opt.state for opt in self._inner.optimizers)
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return _nbytes(list(value.values()))
+    return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _requires_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _cast_state(state: Any, param: nn.Parameter) -> Any:
+    """Cast floating state to the dtype of ``param`` but for step counts, torch's own policy on load."""
+    if not isinstance(state, dict):
+        return state
+    return {
+        k: v.to(param.dtype) if isinstance(v, Tensor) and v.is_floating_point() and k != "step" else v
+        for k, v in state.items()
+    }
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, Tensor) or isinstance(b, Tensor) or a is _MISSING or b is _MISSING:
+        return False
+    try:
+        return bool(a == b)
+    except (ValueError, RuntimeError, TypeError):  # arrays, tuples of tensors
+        return False
+
+
+def _fill(current: Any, value: Any) -> Any:
+    """Return ``value``, or ``current`` filled with it where that is a tensor: compiled steps and graphs hold it."""
+    if not isinstance(current, Tensor) or current is value:
+        return value
+    with torch.no_grad():
+        return current.copy_(torch.as_tensor(value))
+
+
+@contextlib.contextmanager
+def _attributes(target: Optimizer, **values: Tensor | None) -> Iterator[None]:
+    given = {name: value for name, value in values.items() if value is not None}
+    vars(target).update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            del vars(target)[name]
+
+
+@contextlib.contextmanager
+def _global_step_hooks_muted() -> Iterator[None]:
+    """Keep torch's global step hooks to the wrapper's own step, which fires them: once a step, not twice."""
+    registries: list[dict[Any, Any]] = [
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    ]
+    saved = [dict(registry) for registry in registries]
+    for registry in registries:
+        registry.clear()
+    try:
+        yield
+    finally:
+        for registry, hooks in zip(registries, saved, strict=True):
+            registry.update(hooks)

@@ -1,0 +1,101 @@
+"""One update: complete gradients in, new model parameters out.
+
+    parameters -> layout -> buffers -> arrival -> reduction -> [clip -> inner step -> write-back] -> gather
+
+Knows nothing of windows, state dicts or where gradients come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fusedopt.buffers import Buffers
+from fusedopt.clip import Clip
+from fusedopt.inner import Group, InnerOptimizers, hang_gradients
+
+
+class Update:
+    """Clip, step the inner optimizers on main_params, round these into the model.
+
+    Args:
+        inner: the wrapped optimizers.
+        buffers: gradients and main_params.
+        clip: decides whether a step is taken, and scales.
+    """
+
+    def __init__(self, inner: InnerOptimizers, buffers: Buffers, clip: Clip) -> None:
+        self._inner = inner
+        self._buffers = buffers
+        self._clip = clip
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Bring hyper-parameters and main_params up to date with what was changed from outside.
+
+        Raises:
+            RuntimeError: naming a hyper-parameter that was changed on both sides.
+        """
+        self._inner.agree(groups)
+        self._buffers.take_over()
+
+    def apply(self, groups: Sequence[Group]) -> None:
+        """Update once with the gradients as they stand, or leave parameters and state as they are.
+
+        Args:
+            groups: the outer ones; receive what inner optimizers write into theirs.
+        """
+        if self._runs_on_device():
+            grad_scale, found_inf = self._clip.on_device()
+            self._inner.step(self._buffers.entries, grad_scale=grad_scale, found_inf=found_inf)
+        elif self._clip.on_host(self._clip.nonfinite):
+            self._inner.step(self._buffers.entries)
+        else:
+            return
+        self._buffers.write_back()
+        self._inner.agree(groups)
+
+    def apply_by_closure(self, groups: Sequence[Group], loss: Any, evaluate_again: Callable[[], Any]) -> Any:
+        """Update with an inner optimizer that evaluates a closure itself, as often as it wants.
+
+        Args:
+            groups: the outer ones.
+            loss: of the evaluation whose gradients stand; handed to the inner optimizer's first request.
+            evaluate_again: compute loss and gradients at the model's present parameters.
+
+        Returns:
+            What the inner optimizer's ``step`` returned, or ``loss`` where the step was left out.
+        """
+        if not self._clip.on_host(self._clip.nonfinite):
+            return loss
+        first = [loss]
+        # A line search may step into inf and back out: later evaluations are torch's business, unless asked to raise.
+        nonfinite = "raise" if self._clip.nonfinite == "raise" else "ignore"
+
+        def closure() -> Any:
+            if first:
+                return first.pop()
+            self._buffers.write_back(everything=True)
+            again = evaluate_again()
+            self._clip.on_host(nonfinite)
+            hang_gradients(self._buffers.entries)
+            return again
+
+        result = self._inner.step(self._buffers.entries, closure)
+        self._buffers.write_back(everything=True)
+        self._inner.agree(groups)
+        return result
+
+    def switch(self, groups: Sequence[Group], method: str) -> None:
+        """Call ``train`` or ``eval`` on the inner optimizers that have it, and refresh the model."""
+        self.begin(groups)
+        if self._inner.call(method):
+            self._buffers.write_back(everything=True)
+            self._inner.agree(groups)
+
+    def _runs_on_device(self) -> bool:
+        return (
+            self._clip.nonfinite == "skip"
+            and self._inner.takes_found_inf
+            # SGD(fused=True) leaves an uninitialised momentum behind when its first step is skipped on the device.
+            and not self._inner.would_create_state(self._buffers.with_grad())
+        )
