@@ -262,8 +262,8 @@ class FusedMainGradOptimizer(Optimizer):
         if self._window.is_merging:
             raise RuntimeError(
                 f"GradScaler does not go with gradient_accumulation_steps={self._window.num_micro_batches}: it would "
-                "unscale the partial sum at every micro-batch. Use gradient_accumulation_steps=1, divide the loss by k, "
-                "and call scaler.step() and zero_grad() every k-th micro-batch"
+                "unscale the partial sum at every micro-batch. Use gradient_accumulation_steps=1, divide the loss by "
+                "k, and call scaler.step() and zero_grad() every k-th micro-batch"
             )
         return False
 

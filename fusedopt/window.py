@@ -49,10 +49,10 @@ class Window:
                 pending = self.num_pending
                 self.restart()
                 raise RuntimeError(
-                    f"the gradient of parameter {entry.slot.name} was cleared or replaced (model.zero_grad()? param.grad "
-                    f"= None?) while {pending} micro-batch(es) of a window of {self.num_micro_batches} were pending. "
-                    "Clear with optimizer.zero_grad(), which waits for the end of the window. This window is lost: "
-                    "call optimizer.zero_grad() now and start over"
+                    f"the gradient of parameter {entry.slot.name} was cleared or replaced (by model.zero_grad(), or "
+                    f"by assigning param.grad) while {pending} micro-batch(es) of a window of "
+                    f"{self.num_micro_batches} were pending. Clear with optimizer.zero_grad(), which waits for the end "
+                    "of the window. This window is lost: call optimizer.zero_grad() now and start over"
                 )
 
     def add(self, entries: Sequence[Entry]) -> None:
