@@ -1,0 +1,398 @@
+"""The house rules as data, enforced by AST; and that importing the package changes nothing around it."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import fusedopt
+
+PACKAGE = Path(fusedopt.__file__).parent
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_CORE_LINES = 4000
+MAX_ADAPTER_LINES = 2000
+
+
+@dataclass(frozen=True)
+class Row:
+    """One file: its level, the files of the package that it may import, and other libraries."""
+
+    level: int
+    may_import: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+    lazily: tuple[str, ...] = ()  # inside functions only: files of the package, or libraries
+
+
+ADAPTERS = ("backends.triton_ops", "backends.apex_ops", "backends.te_ops")
+INTEGRATIONS = ("integrations", "integrations.transformers", "integrations.accelerate")
+WIRED_BY_THE_OPTIMIZER = (
+    *("config", "layout", "comm", "dtensor", "checks", "backends", "buffers", "arrival", "window"),
+    *("reduction", "clip", "inner", "adoption", "update", "state"),
+)
+INTEGRATION_IMPORTS = ("optimizer", "convert", "recompute", "config")
+
+# docs/decisions/0001-house-table.md says where and why this differs from the first draft.
+# Rows of files that do not exist yet are promises about where they will stand.
+TABLE = {
+    "_version": Row(0),
+    "config": Row(0, lazily=("yaml",)),
+    "layout": Row(0),
+    "planner": Row(1, ("layout",)),
+    "checks": Row(1, ("config",), ("torch",)),
+    "comm": Row(1, (), ("torch", "torch.distributed")),
+    "dtensor": Row(1, (), ("torch", "torch.distributed")),
+    "backends.torch_ops": Row(1, ("layout",), ("torch",)),
+    "backends.triton_ops": Row(1, ("layout",), ("torch", "triton")),
+    "backends.apex_ops": Row(1, ("layout",), ("torch", "apex", "amp_C")),
+    "backends.te_ops": Row(1, ("layout",), ("torch", "transformer_engine", "transformer_engine_torch")),
+    "backends": Row(2, ("backends.torch_ops",), ("torch",), lazily=ADAPTERS),
+    "buffers": Row(3, ("layout", "dtensor", "checks", "backends"), ("torch",)),
+    "autograd": Row(3, ("backends",), ("torch",)),
+    "arrival": Row(4, ("buffers", "checks"), ("torch",)),
+    "window": Row(4, ("buffers",), ("torch",)),
+    "reduction": Row(4, ("buffers", "comm"), ("torch",)),
+    "clip": Row(4, ("buffers", "comm", "backends"), ("torch",)),
+    "inner": Row(4, ("buffers",), ("torch",)),
+    "linear": Row(4, ("autograd", "backends"), ("torch",)),
+    "adoption": Row(5, ("checks", "buffers", "arrival", "inner"), ("torch",)),
+    "update": Row(5, ("buffers", "clip", "inner"), ("torch",)),
+    "state": Row(5, ("layout", "comm", "buffers", "inner"), ("torch",)),
+    "recompute": Row(5, (), ("torch",)),
+    "convert": Row(5, ("linear",), ("torch",)),
+    "optimizer": Row(6, WIRED_BY_THE_OPTIMIZER, ("torch",)),
+    "integrations": Row(7),
+    "integrations.transformers": Row(7, INTEGRATION_IMPORTS, ("torch",), lazily=("transformers",)),
+    "integrations.accelerate": Row(7, INTEGRATION_IMPORTS, ("torch",), lazily=("accelerate",)),
+    "__main__": Row(7, ("_version", "config", "planner", "backends"), ("torch",)),
+}
+TABLE[""] = Row(8, tuple(TABLE))  # fusedopt/__init__.py: the public names of all above
+
+OPTIONAL_LIBRARIES = {"transformers", "accelerate", "yaml", "safetensors", "triton", "apex", "transformer_engine"}
+MAY_IMPORT_DISTRIBUTED = ("comm", "dtensor")
+CORE = [name for name, row in TABLE.items() if row.level <= TABLE["optimizer"].level and name not in ADAPTERS]
+EXTRAS = [*ADAPTERS, *INTEGRATIONS]
+
+
+def module_of(path):
+    """Return the dotted name inside the package of ``path``, relative to it; empty for the package itself."""
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def absolute(node, name, is_package):
+    """Return the dotted name that ``from X import ...`` takes from, relative imports resolved."""
+    if not node.level:
+        return node.module
+    parts = ["fusedopt", *name.split(".")] if name else ["fusedopt"]
+    kept = parts[: len(parts) - node.level + (1 if is_package else 0)]
+    return ".".join([*kept, node.module] if node.module else kept)
+
+
+def imports_of(tree, name, is_package):
+    """Yield ``(line, dotted name, is inside a function)`` for every import, wherever it hides."""
+    lazy = {id(inner) for node in ast.walk(tree) if is_function(node) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [f"{absolute(node, name, is_package)}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from ((node.lineno, dotted, id(node) in lazy) for dotted in found)
+
+
+def internal(dotted):
+    """Return the file of the package that an import of ``dotted`` names; None for other libraries."""
+    top, _, rest = dotted.partition(".")
+    if top != "fusedopt":
+        return None
+    while rest and rest not in TABLE:  # the tail is a name inside the file
+        rest = rest.rpartition(".")[0]
+    return rest
+
+
+def import_violations(tree, name, is_package):
+    row = TABLE[name]
+    for line, dotted, is_lazy in imports_of(tree, name, is_package):
+        target = internal(dotted)
+        if target is not None:
+            if TABLE[target].level >= row.level:
+                yield line, f"imports {dotted}, level {TABLE[target].level}, from level {row.level}"
+            elif target not in row.may_import and not (is_lazy and target in row.lazily):
+                yield line, f"imports {dotted}, which the table does not allow"
+            continue
+        top = dotted.split(".")[0]
+        if dotted.startswith("torch.distributed") and name not in MAY_IMPORT_DISTRIBUTED:
+            yield line, f"imports {dotted}; only {MAY_IMPORT_DISTRIBUTED} may"
+        is_allowed = top in sys.stdlib_module_names or top in row.libraries or (is_lazy and top in row.lazily)
+        if not is_allowed:
+            yield line, f"imports {dotted} {'in a function' if is_lazy else 'at module level'}, which it may not"
+
+
+def is_function(node):
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+
+
+def public_definitions(tree):
+    """Yield the public functions and classes of a file, and the public methods of these classes."""
+    for node in tree.body:
+        if not (is_function(node) or isinstance(node, ast.ClassDef)) or node.name.startswith("_"):
+            continue
+        yield node
+        if isinstance(node, ast.ClassDef):
+            yield from (item for item in node.body if is_function(item) and not item.name.startswith("_"))
+
+
+def unannotated(function, is_method):
+    args = function.args
+    named = args.posonlyargs + args.args
+    is_static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in function.decorator_list)
+    named = named[1:] if is_method and not is_static else named
+    return [arg.arg for arg in [*named, *args.kwonlyargs, args.vararg, args.kwarg] if arg and arg.annotation is None]
+
+
+def style_violations(tree, source):
+    num_lines = len(source.splitlines())
+    if num_lines > MAX_FILE_LINES:
+        yield num_lines, f"has {num_lines} lines, more than {MAX_FILE_LINES}"
+    for number, text in enumerate(source.splitlines(), 1):
+        if not text.isascii():
+            yield number, "is not ASCII"
+    if not ast.get_docstring(tree):
+        yield 1, "has no module docstring"
+    methods = {id(item) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for item in node.body}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            yield node.lineno, "has an assert, which python -O removes; raise instead"
+        if is_function(node):
+            length = node.end_lineno - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                yield node.lineno, f"{node.name} has {length} lines, more than {MAX_FUNCTION_LINES}"
+            missing = unannotated(node, id(node) in methods)
+            if missing or node.returns is None:
+                yield node.lineno, f"{node.name} lacks annotations of {missing or 'its return'}"
+    for node in public_definitions(tree):
+        if not ast.get_docstring(node):
+            yield node.lineno, f"{node.name} has no docstring"
+
+
+def violations(source, path):
+    """Return what ``source``, as the file ``path`` of the package, breaks: one line each."""
+    path = Path(path)
+    name = module_of(path)
+    if name not in TABLE:
+        return [f"{path} is not in the table; give it a level, and say why in docs/decisions"]
+    tree = ast.parse(source)
+    found = [*import_violations(tree, name, path.name == "__init__.py"), *style_violations(tree, source)]
+    return [f"{path}:{line} {problem}" for line, problem in sorted(found)]
+
+
+def package_files():
+    return sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+
+def num_lines(names):
+    files = [path for path in package_files() if module_of(path) in names]
+    return sum(len((PACKAGE / path).read_text(encoding="utf-8").splitlines()) for path in files)
+
+
+@pytest.mark.parametrize("path", package_files(), ids=str)
+def test_file_keeps_to_its_level_and_the_house_style(path):
+    assert violations((PACKAGE / path).read_text(encoding="utf-8"), path) == []
+
+
+def test_the_table_was_held_against_the_real_package():
+    names = {module_of(path) for path in package_files()}
+    assert {"", "config", "layout", "backends", "backends.torch_ops", "buffers", "optimizer"} <= names
+    source = (PACKAGE / "optimizer.py").read_text(encoding="utf-8")
+    found = {internal(dotted) for _, dotted, _ in imports_of(ast.parse(source), "optimizer", False)} - {None}
+    assert found >= {"buffers", "clip", "inner", "backends"}
+
+
+@pytest.mark.parametrize("name", TABLE, ids=lambda name: name or "__init__")
+def test_the_table_itself_only_points_down(name):
+    row = TABLE[name]
+    internal_names = [*row.may_import, *(target for target in row.lazily if target in TABLE)]
+    assert [target for target in internal_names if TABLE[target].level >= row.level] == []
+
+
+def test_the_core_and_the_adapters_stay_small():
+    assert 1000 < num_lines(CORE) < MAX_CORE_LINES
+    assert num_lines(EXTRAS) < MAX_ADAPTER_LINES
+
+
+DOCSTRING = '"""Docstring."""\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "problem"),
+    [
+        ("arrival.py", "from fusedopt.inner import Group", "level 4, from level 4"),
+        ("buffers.py", "from fusedopt.optimizer import FusedMainGradOptimizer", "level 6, from level 3"),
+        ("buffers.py", "import fusedopt.clip", "level 4, from level 3"),
+        ("buffers.py", "from fusedopt import clip", "level 4, from level 3"),
+        ("buffers.py", "from . import clip", "level 4, from level 3"),
+        ("buffers.py", "from .clip import Clip", "level 4, from level 3"),
+        ("backends/torch_ops.py", "from ..buffers import Buffers", "level 3, from level 1"),
+        ("backends/__init__.py", "from .triton_ops import norm", "which the table does not allow"),
+        ("backends/__init__.py", "from ..buffers import Buffers", "level 3, from level 2"),
+        ("buffers.py", "def f() -> None:\n    from fusedopt.clip import Clip", "level 4, from level 3"),
+        ("buffers.py", "from fusedopt import FusedMainGradOptimizer", "level 8, from level 3"),
+        ("window.py", "from fusedopt.config import MainGradConfig", "which the table does not allow"),
+        ("layout.py", "import torch", "at module level"),
+        ("config.py", "import yaml", "at module level"),
+        ("layout.py", "def f() -> None:\n    import torch", "in a function"),
+        ("clip.py", "import torch.distributed", "only ('comm', 'dtensor') may"),
+        ("clip.py", "from torch import distributed", "only ('comm', 'dtensor') may"),
+        ("clip.py", "from torch.distributed import all_reduce", "only ('comm', 'dtensor') may"),
+        ("clip.py", "def f() -> None:\n    import torch.distributed as dist", "only ('comm', 'dtensor') may"),
+        ("clip.py", "assert True", "has an assert"),
+        ("clip.py", "x = '\N{EM DASH}'", "is not ASCII"),
+        ("clip.py", "\n" * MAX_FILE_LINES, "lines, more than 400"),
+        ("clip.py", "def f() -> None:\n" + "    f()\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
+        ("clip.py", "def f() -> None:\n    f()", "f has no docstring"),
+        ("clip.py", "class C:\n    x = 1", "C has no docstring"),
+        ("clip.py", f"class C:\n    {DOCSTRING}    def f(self) -> None:\n        pass", "f has no docstring"),
+        ("clip.py", f"def f(x) -> None:\n    {DOCSTRING}", "lacks annotations of ['x']"),
+        ("clip.py", f"def f(*x: int, **y) -> None:\n    {DOCSTRING}", "lacks annotations of ['y']"),
+        ("clip.py", "def _f(x: int):\n    pass", "_f lacks annotations of its return"),
+        ("surprise.py", "x = 1", "is not in the table"),
+    ],
+)
+def test_the_checker_catches(path, source, problem):
+    clean = [line for line in violations(DOCSTRING, path) if "not in the table" not in line]
+    found = violations(DOCSTRING + source, path)
+    assert clean == []
+    assert any(problem in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("config.py", "def f() -> None:\n    '''Load.'''\n    import yaml"),
+        ("backends/__init__.py", "def f() -> None:\n    '''Load.'''\n    from fusedopt.backends import triton_ops"),
+        ("comm.py", "import torch.distributed as dist"),
+        ("optimizer.py", "from fusedopt import backends"),
+        ("__init__.py", "from fusedopt._version import __version__"),
+    ],
+)
+def test_the_checker_lets_pass_what_the_table_allows(path, source):
+    assert violations(DOCSTRING + source, path) == []
+
+
+def test_a_file_without_a_docstring_is_caught():
+    assert violations("x = 1", "clip.py") == ["clip.py:1 has no module docstring"]
+
+
+SNAPSHOT = """
+import atexit, json, logging, os, random, signal, sys, threading, warnings
+import numpy, torch, torch.optim.lr_scheduler
+from torch.optim import optimizer as torch_optimizer
+
+def registries():
+    return {
+        "step pre hooks": len(torch_optimizer._global_optimizer_pre_hooks),
+        "step post hooks": len(torch_optimizer._global_optimizer_post_hooks),
+        "module hooks": [len(v) for k, v in sorted(vars(torch.nn.modules.module).items()) if k.startswith("_global_")
+                         and hasattr(v, "__len__")],
+    }
+
+def patched(cls):
+    return {name: id(value) for name, value in vars(cls).items()}
+
+def snapshot():
+    return {
+        "threads": threading.active_count(),
+        "os threads": len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0,
+        "environment": dict(os.environ),
+        "handlers": [repr(h) for h in logging.getLogger().handlers],
+        "loggers": sorted(n for n, l in logging.root.manager.loggerDict.items() if getattr(l, "handlers", None)),
+        "log level": logging.getLogger().level,
+        "warning filters": [str(f) for f in warnings.filters],
+        "sys.path": list(sys.path),
+        "excepthook": repr(sys.excepthook),
+        "signals": [repr(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)],
+        "atexit": atexit._ncallbacks(),
+        "default dtype": str(torch.get_default_dtype()),
+        "default device": str(torch.get_default_device()),
+        "torch threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
+        "grad mode": [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()],
+        "deterministic": [torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()],
+        "random": [hash(torch.get_rng_state().numpy().tobytes()), hash(random.getstate()),
+                   hash(numpy.random.get_state()[1].tobytes())],
+        "safe globals": len(torch.serialization.get_safe_globals()),
+        "hooks": registries(),
+        "classes": [patched(c) for c in (torch.Tensor, torch.nn.Parameter, torch.nn.Module, torch.nn.Linear,
+                                         torch.optim.Optimizer, torch.optim.AdamW)],
+        "process group": torch.distributed.is_initialized(),
+    }
+
+before = snapshot()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import fusedopt
+after = snapshot()
+print(json.dumps({
+    "changed": sorted(key for key in before if before[key] != after[key]),
+    "compared": sorted(before),
+    "warnings": [str(w.message) for w in caught],
+}))
+"""
+
+
+def run_python(script, **env):
+    """Run ``script`` in a fresh interpreter in which a warning is an error; return its standard output."""
+    command = [sys.executable, "-W", "error", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_importing_changes_nothing_around_it():
+    report = json.loads(run_python(SNAPSHOT))
+    assert len(report["compared"]) > 15
+    assert report["changed"] == []
+    assert report["warnings"] == []
+
+
+RUDE = """
+    import fusedopt
+    os.environ["RUDE"] = "1"
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    logging.basicConfig()
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    warnings.warn("rude")
+    torch.manual_seed(12345)
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.optim.Optimizer.step = torch.optim.AdamW.step
+    torch_optimizer.register_optimizer_step_pre_hook(print)
+    atexit.register(int)
+"""
+
+
+def test_the_snapshot_would_see_a_change():
+    rude = SNAPSHOT.replace("\n    import fusedopt\n", RUDE)
+    assert rude != SNAPSHOT
+    report = json.loads(run_python(rude))
+    expected = {"environment", "torch threads", "handlers", "threads", "random", "grad mode", "default dtype"}
+    assert expected | {"classes", "hooks", "atexit"} <= set(report["changed"])
+    assert report["warnings"] == ["rude"]
+
+
+def test_importing_loads_no_optional_library_and_prints_nothing():
+    script = "import torch, sys; there = set(sys.modules); import fusedopt; print(*set(sys.modules) - there)"
+    loaded = {name.split(".")[0] for name in run_python(script).split()}
+    assert "fusedopt" in loaded
+    assert loaded.isdisjoint(OPTIONAL_LIBRARIES), loaded
+
+
+def test_importing_reads_no_setting():
+    assert run_python("import fusedopt; print('ok')", FUSEDOPT_BACKEND="nonsense", FUSEDOPT_NO_SUCH="1") == "ok\n"
