@@ -168,5 +168,5 @@ class Skips:
             f"{total} optimizer step(s) so far were skipped because a gradient held inf or nan; parameters, state and "
             f"step counts did not move. nonfinite='raise' names the parameters. Next said at {self._next_warning}.",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=2,
         )
