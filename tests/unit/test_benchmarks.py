@@ -1,0 +1,122 @@
+"""The benchmarks run, write rows that can be read by themselves, and their peers compute what they claim to."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from benchmarks import backward, optimizer_phase, timing
+from benchmarks.models import TINY, make_llama
+from benchmarks.run import BENCHES, main
+from fusedopt.layout import ALIGNMENT
+
+ENVIRONMENT = {"device", "cpu_capability", "threads", "load_1min", "torch", "python", "fusedopt", "commit", "date"}
+
+
+@pytest.mark.parametrize("name", list(BENCHES))
+def test_a_rehearsal_writes_rows_that_stand_by_themselves(name, tmp_path, capsys):
+    claims = main(["--tiny", "--only", name, "--out", str(tmp_path), "--repeats", "1"])
+    (path,) = tmp_path.glob(f"{name}_cpu_*.jsonl")
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert rows
+    for row in rows:
+        assert row["bench"] == name
+        assert row.keys() >= ENVIRONMENT | {"model", "num_params", "dtype"}
+        assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
+        if "p50_ms" in row:
+            assert 0 < row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"]
+    printed = capsys.readouterr().out
+    assert claims
+    assert all(claim.what in printed for claim in claims)
+
+
+def test_a_rehearsal_leaves_the_committed_rows_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr("benchmarks.run.RESULTS", tmp_path)
+    main(["--tiny", "--only", "memory"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("argv", [["--repeats", "8"], ["--only", "speed"], ["--threads", "0"]])
+def test_settings_that_cannot_be_meant_are_refused(argv, capsys):
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert argv[1] in capsys.readouterr().err
+
+
+def test_every_contestant_of_the_optimizer_phase_is_counted_and_compared():
+    rows = optimizer_phase.run(TINY, repeats=1).rows
+    names = {row["contestant"] for row in rows}
+    assert len(names) == 5
+    assert {(row["contestant"], row["is_clipping"]) for row in rows} == {(n, c) for n in names for c in (True, False)}
+    ours = [row for row in rows if row["contestant"].startswith("fusedopt")]
+    assert all(
+        {"time_over_stock_fused_median_of_ratios", "copy_bandwidth_fraction_ratio_of_medians"} <= row.keys()
+        for row in ours
+    )
+
+
+def three_steps(loop, params):
+    for step in range(3):
+        loop.refill([grad * (step + 1) for grad in optimizer_phase.random_grads(params, norm=50.0)])
+        loop.phase()
+    return [param.detach() for param in params]
+
+
+def test_the_plain_loop_computes_the_same_update_bit_for_bit():
+    before = [param.detach().clone() for param in make_llama(TINY).parameters()]
+    ours_model, peer_model = make_llama(TINY), make_llama(TINY)
+    ours = three_steps(
+        optimizer_phase.Wrapped(ours_model, max_grad_norm=None, foreach=True), list(ours_model.parameters())
+    )
+    peer = three_steps(optimizer_phase.PlainLoop(peer_model, max_grad_norm=None), list(peer_model.parameters()))
+    assert all(bool(torch.isfinite(param).all()) for param in ours)
+    assert all(torch.equal(a, b) for a, b in zip(ours, peer, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(ours, before, strict=True) if b.numel() > ALIGNMENT)
+
+
+def test_the_hook_of_the_plain_loop_sums_micro_batches_in_float32():
+    model = make_llama(TINY)
+    loop = optimizer_phase.PlainLoop(model)
+    weight, main = loop.params[0], loop.mains[0]
+    for grad in (256.0, 1.0):
+        (weight * torch.full_like(weight, grad)).sum().backward()
+    assert weight.grad is None
+    assert torch.equal(main.grad, torch.full_like(main, 257.0))
+
+
+@pytest.mark.parametrize(("norm", "is_clipped"), [(50.0, True), (0.05, False)])
+def test_gradients_are_clipped_where_the_row_says_so(norm, is_clipped):
+    for loop in (
+        optimizer_phase.Wrapped(make_llama(TINY), fused=True),
+        optimizer_phase.Stock(make_llama(TINY)),
+        optimizer_phase.PlainLoop(make_llama(TINY)),
+    ):
+        grads = optimizer_phase.random_grads(loop.params, norm)
+        for _ in range(2):  # the first step of a fused inner optimizer is decided on the host
+            loop.refill(grads)
+            loop.phase()
+        held = getattr(loop, "grads", None) or [param.main_grad for param in loop.params]
+        found = torch.stack([grad.float().norm() for grad in held]).norm()
+        assert abs(found - (1.0 if is_clipped else norm)) < 0.01 * norm
+
+
+def test_both_sides_of_the_backward_benchmark_start_from_the_same_weights():
+    rows = backward.run(TINY, repeats=1).rows
+    assert [row["contestant"] for row in rows] == ["stock", "wrapped"]
+    # First gradient 14 and further ones 18 against 0 and 6 bytes per parameter.
+    assert [row["accumulated_bytes_per_param"] for row in rows] == [3 * 6, 14 + 3 * 18]
+
+
+def test_contestants_take_turns_in_alternating_order():
+    order = []
+    contestants = [timing.Contestant(name, lambda: None, lambda name=name: order.append(name)) for name in "ab"]
+    times = timing.interleaved_ms(contestants, 4, "test")
+    assert [len(times[name]) for name in "ab"] == [4, 4]
+    assert "".join(order) == "abba" * 3
+
+
+def test_ratios_in_rounds_cancel_slow_rounds():
+    slow, fast = [2.0, 200.0, 4.0], [1.0, 100.0, 2.0]
+    assert timing.median_of_ratios(slow, fast) == 2.0
+    assert timing.ratio_of_medians([2.0, 200.0, 6.0], [1.0, 100.0, 2.0]) == 3.0
