@@ -144,7 +144,12 @@ def test_by_element_lays_out_in_reverse_order_and_pads_less_than_a_row_a_rank(sp
         assert 0 <= padding <= world_size * ROW_NUMEL
 
 
+def rows(*counts):
+    return [ParamSpec(f"p{i}", num_rows * ROW_NUMEL, "key") for i, num_rows in enumerate(counts)]
+
+
 @exhaustive
+@example(specs=rows(4, 3, 3), bucket_numel=2**20, world_size=2)  # the last shard is the fullest
 @given(specs=SPECS, bucket_numel=BUCKET_NUMELS, world_size=WORLD_SIZES)
 def test_by_parameter_keeps_every_parameter_inside_one_shard(specs, bucket_numel, world_size):
     for bucket in plan_buckets(specs, bucket_numel, world_size, "parameter"):
@@ -167,8 +172,7 @@ def test_by_parameter_balances_the_shards(specs, bucket_numel, world_size):
 
 
 def test_by_parameter_places_the_largest_first():
-    specs = [ParamSpec(f"p{i}", num_rows * ROW_NUMEL, "key") for i, num_rows in enumerate([3, 1, 2, 3, 3])]
-    (bucket,) = plan_buckets(specs, 2**20, world_size=2, shard_by="parameter")
+    (bucket,) = plan_buckets(rows(3, 1, 2, 3, 3), 2**20, world_size=2, shard_by="parameter")
     assert bucket.shard_span(0).numel == 6 * ROW_NUMEL  # 3 + 3 and 3 + 2 + 1; smallest first would end with 1 + 3 + 3
 
 
