@@ -86,13 +86,21 @@ class InnerOptimizers:
         With several inner optimizers the key ``"inner"`` says which one.
 
         Raises:
-            ValueError: if that key is missing or out of range.
+            ValueError: if that key is missing or out of range, or a parameter is in a group of any of them.
         """
         group = dict(group)
         chosen = group.pop("inner", 0 if len(self.optimizers) == 1 else None)
         if chosen not in range(len(self.optimizers)):
             names = ", ".join(f"{i}: {type(opt).__name__}" for i, opt in enumerate(self.optimizers))
             raise ValueError(f'add_param_group: group["inner"] is {chosen!r}; needed is the number of one of ({names})')
+        held = {id(param) for index in range(self.num_groups) for param in self.group(index)["params"]}
+        for position, item in enumerate(group["params"]):  # of all inner optimizers: torch looks at one
+            name, param = item if isinstance(item, tuple) else (f"number {position} of the group", item)
+            if id(param) in held:
+                raise ValueError(
+                    f"add_param_group: parameter {name} is in a group already; give each parameter to one group of one "
+                    "inner optimizer, once"
+                )
         self.optimizers[chosen].add_param_group(group)
         self._places.append((chosen, len(self.optimizers[chosen].param_groups) - 1))
         self._agreed.append(dict(self.group(self.num_groups - 1)))

@@ -107,7 +107,8 @@ class FusedMainGradOptimizer(Optimizer):
             super().add_param_group(param_group)
             return
         params = param_group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
+        if not isinstance(params, set):  # torch refuses a set, whose order changes between runs
+            params = [params] if isinstance(params, Tensor) else list(params)
         index = len(self.param_groups)
         named = [p if isinstance(p, tuple) else (default_name(index, i), p) for i, p in enumerate(params)]
         check_parameters(named)
