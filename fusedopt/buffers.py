@@ -117,6 +117,7 @@ class Entry:
         self.slot = slot
         self.main_param = main_param
         self._grad_dtype_before = param.grad_dtype
+        self.seen_version: int | None = None
         self.mark_synced()
         _attach(param, slot.main_grad)
 
@@ -125,9 +126,19 @@ class Entry:
         """Whether main_param is a tensor of its own (the parameter is bf16 or fp16)."""
         return self.main_param is not self.param
 
+    @torch.no_grad()
+    def load_main_param(self, value: Tensor) -> None:
+        """Fill main_param; where the model parameter differs, the next `Buffers.take_over` sees it."""
+        self.main_param.copy_(value)
+        self.forget_agreement()
+
+    def forget_agreement(self) -> None:
+        """Compare with the model parameter at the next `Buffers.take_over`."""
+        self.seen_version = None
+
     def mark_synced(self) -> None:
         """Note that model parameter and main_param agree as they stand."""
-        self.seen_version: int | None = self.param._version
+        self.seen_version = self.param._version
         self.seen_address = self.param.data_ptr()
         self.main_version = self.main_param._version
 
@@ -255,7 +266,7 @@ class Buffers:
         """Compare every parameter with its main_param at the next `take_over`: main_params were loaded."""
         for entry in self.entries:
             if entry.has_own_main_param:
-                entry.seen_version = None
+                entry.forget_agreement()
 
     def nbytes(self) -> dict[str, int]:
         """Return bytes by kind, as allocated: ``model`` (trainable parameters), ``main_grad``, ``main_param``."""

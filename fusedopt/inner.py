@@ -44,6 +44,8 @@ class InnerOptimizers:
         self._main_of: dict[int, nn.Parameter] = {}
         self._param_of: dict[int, nn.Parameter] = {}
         self._home_of: dict[int, Optimizer] = {}
+        self.set_aside: dict[int, Tensor] = {}
+        """main_params that were loaded for parameters still frozen, by ``id``; `adopt` takes them up."""
         self._stepped: set[int] = set()
 
     @property
@@ -111,6 +113,8 @@ class InnerOptimizers:
             self._main_of[id(entry.param)] = entry.main_param
             self._param_of[id(entry.main_param)] = entry.param
             self._home_of[id(entry.main_param)] = self.optimizer_of(index)
+            if id(entry.param) in self.set_aside:
+                entry.load_main_param(self.set_aside.pop(id(entry.param)))
         self._replace(index, self._main_of)
 
     def release(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedopt import backends
+from fusedopt import backends, compiling
 from fusedopt.adoption import Adoption
 from fusedopt.arrival import Arrival
 from fusedopt.buffers import Buffers, Entry
@@ -30,7 +30,7 @@ from fusedopt.checks import (
 from fusedopt.clip import Clip
 from fusedopt.config import MainGradConfig
 from fusedopt.inner import Group, InnerOptimizers, StateView, from_portable
-from fusedopt.state import StateDicts
+from fusedopt.state import StateDicts, copy_for_hooks
 from fusedopt.update import Update
 from fusedopt.window import Window
 
@@ -94,6 +94,7 @@ class FusedMainGradOptimizer(Optimizer):
         except BaseException:  # out of memory, for one
             self._finalizer()
             raise
+        compiling.watch(self._buffers)
 
     # -- parameters and groups
 
@@ -169,6 +170,7 @@ class FusedMainGradOptimizer(Optimizer):
 
     def _prepare(self) -> None:
         """Bring main_grad up to date, and raise on anything that was replaced since wrapping."""
+        compiling.watch(self._buffers)
         self._adoption.adopt_unfrozen()
         self._buffers.check_views()
         self._arrival.adopt()
@@ -306,7 +308,7 @@ class FusedMainGradOptimizer(Optimizer):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         self._arrival.adopt()
-        self._update.begin(self.param_groups)
+        self._inner.agree(self.param_groups)
         state_dict = self._state_dicts().pack()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
@@ -321,7 +323,7 @@ class FusedMainGradOptimizer(Optimizer):
         Raises:
             ValueError: naming what does not fit (groups, names, shapes, dtypes); nothing was changed.
         """
-        state_dict = state_dict.copy()
+        state_dict = copy_for_hooks(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         state_dicts = self._state_dicts()

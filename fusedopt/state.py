@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -58,6 +59,31 @@ class StateDicts:
         self._entries = entries
         self._params = [param for group in outer_groups for param in group["params"]]
 
+    def main_params(self) -> list[Tensor | None]:
+        """Return every parameter's main_param where that is a tensor of its own, in order of the groups."""
+        return [self._main_param(param) for param in self._params]
+
+    def _main_param(self, param: Tensor) -> Tensor | None:
+        entry = self._entries.get(id(param))
+        if entry is None:
+            return self._inner.set_aside.get(id(param))
+        return entry.main_param.detach() if entry.has_own_main_param else None
+
+    @torch.no_grad()
+    def set_main_params(self, values: Sequence[Tensor | None]) -> None:
+        """Fill main_params from what `main_params` returned; None leaves one as it is.
+
+        A parameter that is frozen has no main_param yet; its value is set aside until it is unfrozen.
+        """
+        for param, value in zip(self._params, values, strict=True):
+            current = self._main_param(param)
+            if value is None:
+                continue
+            if current is not None:
+                current.copy_(value)
+            elif id(param) not in self._entries:
+                self._inner.set_aside[id(param)] = value.to(param.device, copy=True)
+
     def pack(self) -> dict[str, Any]:
         """Return the state dict. Tensors are the live ones, not copies, as with torch.
 
@@ -73,20 +99,24 @@ class StateDicts:
             main = self._inner.main_of(param)
             home = self._inner.home_of(main)
             packed = dict(home.state.get(main, {})) if not has_own_format(home) else {}
-            entry = self._entries.get(id(param))
-            if entry is not None and entry.has_own_main_param:
-                packed["main_param"] = entry.main_param.detach()
+            own_main_param = self._main_param(param)
+            if own_main_param is not None:
+                packed["main_param"] = own_main_param
             if packed:
                 state[index] = packed
-        for opt in self._inner.optimizers:
-            if not has_own_format(opt):
-                state.update({key: value for key, value in opt.state.items() if not isinstance(key, Tensor)})
-        packed_dict = {
-            "state": state,
-            "param_groups": self._pack_groups(),
-            KEY: {**self._signature(), "inner": custom},
+        others = {
+            number: {key: value for key, value in opt.state.items() if not isinstance(key, Tensor)}
+            for number, opt in enumerate(self._inner.optimizers)
+            if not has_own_format(opt)
         }
+        for values in others.values():
+            state.update(values)
+        signature = {**self._signature(), "inner": custom}
+        if len(others) > 1 and any(others.values()):
+            signature["others"] = others  # apart, too: two optimizers may use the same key
+        packed_dict = {"state": state, "param_groups": self._pack_groups(), KEY: signature}
         for index, value in state.items():
+            check_plain(index, "a key of the state")
             check_plain(value, f"the state of parameter {self._name(index)}")
         check_plain({k: v for k, v in packed_dict.items() if k != "state"}, "the state dict")
         return packed_dict
@@ -107,7 +137,10 @@ class StateDicts:
         if not isinstance(index, int):
             return repr(index)
         entry = self._entries.get(id(self._params[index]))
-        return entry.slot.name if entry is not None else f"number {index}"
+        if entry is not None:
+            return entry.slot.name
+        names = self._signature()["names"]
+        return names[index] if names else f"number {index}"
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state dict that does not fit, before anything is written.
@@ -118,6 +151,8 @@ class StateDicts:
         missing = [key for key in ("state", "param_groups") if key not in state_dict]
         if missing:
             raise ValueError(f"not an optimizer state dict: it lacks {missing} (keys: {sorted(map(str, state_dict))})")
+        if not all(isinstance(g, Mapping) and "params" in g for g in state_dict["param_groups"]):
+            raise ValueError('not an optimizer state dict: a group in its "param_groups" lacks "params"')
         found = [len(group["params"]) for group in state_dict["param_groups"]]
         needed = [len(group["params"]) for group in self._groups]
         if found != needed:
@@ -140,8 +175,16 @@ class StateDicts:
 
     def _check_signature(self, found: Mapping[str, Any]) -> None:
         needed = self._signature()
-        if found.get("format") != FORMAT:
-            raise ValueError(f"the state dict has format {found.get('format')!r}; this version reads format {FORMAT}")
+        if not isinstance(found, Mapping) or found.get("format") != FORMAT:
+            have = found.get("format") if isinstance(found, Mapping) else found
+            raise ValueError(f"the state dict has {KEY} format {have!r}; this version reads format {FORMAT}")
+        for what in ("names", "shapes", "dtypes"):
+            have = len(found.get(what, ()))
+            if have != len(self._params) and (what != "names" or have):
+                raise ValueError(
+                    f"the state dict is damaged: it has {have} {what} for {len(self._params)} parameters. "
+                    "Load another copy"
+                )
         if not (found["names"] and needed["names"]):  # unnamed on one side: positions decide, as in torch
             needed["names"] = found["names"]
         for what in ("names", "shapes", "dtypes"):
@@ -153,26 +196,26 @@ class StateDicts:
                     )
 
     def _check_param(self, index: int, saved: Mapping[str, Any], *, is_ours: bool) -> None:
-        entry = self._entries.get(id(self._params[index]))
-        if entry is None:
-            return
-        if is_ours and entry.has_own_main_param and "main_param" not in saved:
-            raise ValueError(f"the state dict has no main_param for parameter {entry.slot.name}; it is incomplete")
-        current = self._inner.home_of(entry.main_param).state.get(entry.main_param, {})
+        param = self._params[index]
+        own_main_param = self._main_param(param)
+        if is_ours and own_main_param is not None and "main_param" not in saved:
+            raise ValueError(f"the state dict has no main_param for parameter {self._name(index)}; it is incomplete")
+        here = self._inner.main_of(param)
+        # Other classes give these names to state of other shapes, too (low-rank moments, growing histories).
+        is_torchs = type(self._inner.home_of(here)).__module__.startswith("torch.optim")
         for key, value in saved.items():
-            have = current.get(key) if key != "main_param" else entry.main_param
-            if have is None and key in _PARAM_SHAPED_STATE:
-                have = entry.main_param
-            if isinstance(value, Tensor) and isinstance(have, Tensor) and value.shape != have.shape:
+            has_param_shape = key == "main_param" or (is_torchs and key in _PARAM_SHAPED_STATE)
+            if has_param_shape and isinstance(value, Tensor) and value.shape != here.shape:
                 raise ValueError(
-                    f"the state dict does not fit parameter {entry.slot.name}: {key!r} has shape {tuple(value.shape)}, "
-                    f"needed is {tuple(have.shape)}. Load it into the model and optimizer it was saved from"
+                    f"the state dict does not fit parameter {self._name(index)}: {key!r} has shape "
+                    f"{tuple(value.shape)}, needed is {tuple(here.shape)}. Load it into the model and optimizer it was "
+                    "saved from"
                 )
         main = saved.get("main_param")
-        if main is not None and (not isinstance(main, Tensor) or main.dtype is not entry.main_param.dtype):
+        if main is not None and (not isinstance(main, Tensor) or main.dtype is not torch.float32):
             raise ValueError(
-                f"main_param of parameter {entry.slot.name} is {getattr(main, 'dtype', type(main))} in the state dict; "
-                f"needed is {entry.main_param.dtype}"
+                f"main_param of parameter {self._name(index)} is {getattr(main, 'dtype', type(main))} in the state "
+                "dict; needed is torch.float32"
             )
 
     def unpack(self, state_dict: Mapping[str, Any]) -> None:
@@ -184,12 +227,8 @@ class StateDicts:
                 part = custom.get(number, state_dict)
             else:
                 part = self._part_for(number, state_dict, by_index)
-            _load_in_place(opt, part)
-        for index, saved in by_index.items():
-            entry = self._entries.get(id(self._params[index]))
-            if entry is not None and entry.has_own_main_param and "main_param" in saved:
-                with torch.no_grad():
-                    entry.main_param.copy_(saved["main_param"])
+            _load_in_place(opt, part, is_ours=KEY in state_dict)
+        self.set_main_params([saved.get("main_param") for saved in by_index.values()])
         for index, outer in enumerate(self._groups):
             inner = self._inner.group(index)
             outer.update({key: value for key, value in inner.items() if key != "params"})
@@ -206,7 +245,9 @@ class StateDicts:
                     inner_state = {key: value for key, value in by_index[i].items() if key != "main_param"}
                     if inner_state:
                         state[i] = inner_state
-        others = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
+        others = state_dict.get(KEY, {}).get("others", {}).get(number)
+        if others is None:
+            others = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
         return {"state": {**state, **others}, "param_groups": groups}
 
 
@@ -216,7 +257,20 @@ def has_own_format(optimizer: Optimizer) -> bool:
     return cls.state_dict is not Optimizer.state_dict or cls.load_state_dict is not Optimizer.load_state_dict
 
 
-def _load_in_place(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+def copy_for_hooks(state_dict: Any) -> dict[str, Any]:
+    """Return a shallow copy of a state dict, for load hooks to change.
+
+    Raises:
+        ValueError: if it is no mapping at all.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(
+            f"not an optimizer state dict but a {type(state_dict).__name__}; load what state_dict() returned"
+        )
+    return dict(state_dict)
+
+
+def _load_in_place(optimizer: Optimizer, state_dict: dict[str, Any], *, is_ours: bool) -> None:
     """Load through the optimizer's own method, then keep the tensors it had where the new values fit them.
 
     torch's ``load_state_dict`` makes the caller's tensors the state; here they are copied.
@@ -224,25 +278,40 @@ def _load_in_place(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     before = dict(optimizer.state)
     groups_before = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(state_dict)
-    if not has_own_format(optimizer):
-        _restore_strings(optimizer, state_dict)
+    saved = {} if has_own_format(optimizer) else _by_param(optimizer, state_dict)
     with torch.no_grad():
-        for key in list(optimizer.state):
-            optimizer.state[key] = _settle(before.get(key), optimizer.state[key])
+        for key, loaded in list(optimizer.state.items()):
+            value = _undo_casts(saved.get(key, loaded), loaded, is_ours=is_ours)
+            optimizer.state[key] = _settle(before.get(key), value)
         for group, old in zip(optimizer.param_groups, groups_before, strict=True):
             for name, value in old.items():
                 if isinstance(value, Tensor) and name in group:
                     group[name] = value.copy_(torch.as_tensor(group[name]))
 
 
-def _restore_strings(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    # torch's load rebuilds every iterable from a generator, which turns a str into that generator's repr.
+def _by_param(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Tensor, Any]:
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, param in zip(numbers, params, strict=True):
-        for key, value in state_dict["state"].get(number, {}).items():
-            if isinstance(value, (str, bytes)):
-                optimizer.state[param][key] = value
+    return {p: state_dict["state"][n] for n, p in zip(numbers, params, strict=True) if n in state_dict["state"]}
+
+
+def _undo_casts(saved: Any, loaded: Any, *, is_ours: bool) -> Any:
+    """Return what torch made of ``saved``, ``loaded``, without what its policy on load spoils.
+
+    It casts every tensor to its parameter's dtype, counts, masks and codes included, which is wanted only for
+    floats that a bare bf16 or fp16 optimizer saved; and it rebuilds every iterable from a generator, which
+    makes a str that generator's repr.
+    """
+    if isinstance(loaded, Tensor):
+        is_cast = isinstance(saved, Tensor) and (is_ours or not saved.is_floating_point())
+        return saved.to(loaded.device) if is_cast else loaded
+    if type(saved) is not type(loaded):  # the class's own __setstate__ changed it
+        return loaded
+    if isinstance(loaded, dict):
+        return {key: _undo_casts(saved.get(key), value, is_ours=is_ours) for key, value in loaded.items()}
+    if type(loaded) in (list, tuple):
+        return type(loaded)(_undo_casts(s, v, is_ours=is_ours) for s, v in zip(saved, loaded, strict=True))
+    return saved
 
 
 def _settle(old: Any, new: Any) -> Any:
@@ -256,12 +325,11 @@ def _settle(old: Any, new: Any) -> Any:
         return old.copy_(new) if fits else new.clone()
     if isinstance(new, dict):
         olds = old if isinstance(old, dict) else {}
-        for key, value in new.items():
-            new[key] = _settle(olds.get(key), value)
-        return new
+        return type(new)((key, _settle(olds.get(key), value)) for key, value in new.items())
     if type(new) in (list, tuple):
-        return type(new)(_settle(None, value) for value in new)
-    return new
+        in_order = old if isinstance(old, (list, tuple)) else ()
+        return type(new)(_settle(o, n) for o, n in zip_longest(in_order[: len(new)], new))
+    return set(new) if type(new) is set else new
 
 
 def check_plain(value: Any, where: str) -> None:
