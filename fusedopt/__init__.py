@@ -2,7 +2,20 @@
 
 from fusedopt import backends
 from fusedopt._version import __version__
+from fusedopt.autograd import MainGradFunction
 from fusedopt.config import MainGradConfig
+from fusedopt.convert import convert_linears, restore_linears
+from fusedopt.linear import FusedLinear, fused_linear
 from fusedopt.optimizer import FusedMainGradOptimizer
 
-__all__ = ["FusedMainGradOptimizer", "MainGradConfig", "__version__", "backends"]
+__all__ = [
+    "FusedLinear",
+    "FusedMainGradOptimizer",
+    "MainGradConfig",
+    "MainGradFunction",
+    "__version__",
+    "backends",
+    "convert_linears",
+    "fused_linear",
+    "restore_linears",
+]

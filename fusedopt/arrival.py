@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fusedopt.buffers import Buffers, Entry, Slot
 from fusedopt.checks import refuse_ddp
+from fusedopt.main_grad import claim
 
 
 class DdpSearch:
@@ -61,9 +62,7 @@ def fold(ddp_search: DdpSearch, slot: Slot, param: Tensor) -> None:
     ddp_search(param)
     slot.check(param)
     _refuse(slot, param, grad)
-    main_grad.copy_(grad)
-    param.grad = main_grad
-    slot.num_first_touches += 1
+    claim(param)
 
 
 def _refuse(slot: Slot, param: Tensor, grad: Tensor) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fusedopt.backends import Backend
 from fusedopt.checks import MAIN_DTYPES
 from fusedopt.layout import ParamSpec, plan_buckets
+from fusedopt.main_grad import register
 
 _OUR_ATTRIBUTES = ("main_grad", "__getstate__")
 
@@ -39,7 +40,7 @@ class Slot:
         main_grad: fp32 (fp64 for fp64), the parameter's shape; a view of a bucket.
     """
 
-    __slots__ = ("address", "device", "dtype", "main_grad", "name", "num_first_touches", "shape")
+    __slots__ = ("address", "device", "dtype", "main_grad", "name", "shape")
 
     def __init__(self, name: str, param: Tensor, main_grad: Tensor) -> None:
         self.name = name
@@ -48,7 +49,11 @@ class Slot:
         self.device = param.device
         self.main_grad = main_grad
         self.address = main_grad.data_ptr()
-        self.num_first_touches = 0  # how often a gradient arrived where `.grad` was not main_grad
+
+    @property
+    def num_first_touches(self) -> int:
+        """How often main_grad was claimed: by a gradient that arrived where ``.grad`` was not main_grad."""
+        return self.main_grad.num_first_touches  # type: ignore[attr-defined, no-any-return]
 
     def holds(self, param: Tensor) -> bool:
         """Return whether ``param`` and its main_grad still are what they were when wrapped."""
@@ -281,7 +286,7 @@ def _attach(param: nn.Parameter, main_grad: Tensor) -> None:
     grad = param.grad
     param.grad = None
     param.grad_dtype = main_grad.dtype
-    param.main_grad = main_grad  # type: ignore[attr-defined]
+    register(param, main_grad)
     # torch pickles a Parameter's attributes with it: without this, saving a module would write main_grad.
     vars(param)["__getstate__"] = functools.partial(_state_without_ours, weakref.ref(param))
     if grad is not None:

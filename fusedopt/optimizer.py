@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedopt import backends
+from fusedopt import backends, compiling
 from fusedopt.adoption import Adoption
 from fusedopt.arrival import Arrival
 from fusedopt.buffers import Buffers, Entry
@@ -94,6 +94,7 @@ class FusedMainGradOptimizer(Optimizer):
         except BaseException:  # out of memory, for one
             self._finalizer()
             raise
+        compiling.watch(self._buffers)
 
     # -- parameters and groups
 
@@ -169,6 +170,7 @@ class FusedMainGradOptimizer(Optimizer):
 
     def _prepare(self) -> None:
         """Bring main_grad up to date, and raise on anything that was replaced since wrapping."""
+        compiling.watch(self._buffers)
         self._adoption.adopt_unfrozen()
         self._buffers.check_views()
         self._arrival.adopt()

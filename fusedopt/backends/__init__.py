@@ -27,6 +27,7 @@ class Backend:
     zero_: Callable[..., None]
     cast_copy_: Callable[..., None]
     take_over_: Callable[..., None]
+    wgrad_accumulate_: Callable[..., None]
 
 
 TORCH = Backend(
@@ -37,6 +38,7 @@ TORCH = Backend(
     zero_=torch_ops.zero_,
     cast_copy_=torch_ops.cast_copy_,
     take_over_=torch_ops.take_over_,
+    wgrad_accumulate_=torch_ops.wgrad_accumulate_,
 )
 
 

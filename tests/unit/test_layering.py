@@ -32,7 +32,7 @@ class Row:
 ADAPTERS = ("backends.triton_ops", "backends.apex_ops", "backends.te_ops")
 INTEGRATIONS = ("integrations", "integrations.transformers", "integrations.accelerate")
 WIRED_BY_THE_OPTIMIZER = (
-    *("config", "layout", "comm", "dtensor", "checks", "backends", "buffers", "arrival", "window"),
+    *("config", "layout", "comm", "dtensor", "checks", "backends", "buffers", "arrival", "window", "compiling"),
     *("reduction", "clip", "inner", "adoption", "update", "state"),
 )
 INTEGRATION_IMPORTS = ("optimizer", "convert", "recompute", "config")
@@ -45,6 +45,7 @@ TABLE = {
     "layout": Row(0),
     "planner": Row(1, ("layout",)),
     "checks": Row(1, ("config",), ("torch",)),
+    "main_grad": Row(1, (), ("torch",)),
     "comm": Row(1, (), ("torch", "torch.distributed")),
     "dtensor": Row(1, (), ("torch", "torch.distributed")),
     "backends.torch_ops": Row(1, ("layout",), ("torch",)),
@@ -52,14 +53,15 @@ TABLE = {
     "backends.apex_ops": Row(1, ("layout",), ("torch", "apex", "amp_C")),
     "backends.te_ops": Row(1, ("layout",), ("torch", "transformer_engine", "transformer_engine_torch")),
     "backends": Row(2, ("backends.torch_ops",), ("torch",), lazily=ADAPTERS),
-    "buffers": Row(3, ("layout", "dtensor", "checks", "backends"), ("torch",)),
-    "autograd": Row(3, ("backends",), ("torch",)),
-    "arrival": Row(4, ("buffers", "checks"), ("torch",)),
+    "buffers": Row(3, ("layout", "dtensor", "checks", "main_grad", "backends"), ("torch",)),
+    "autograd": Row(3, ("main_grad", "backends"), ("torch",)),
+    "arrival": Row(4, ("buffers", "checks", "main_grad"), ("torch",)),
+    "compiling": Row(4, ("buffers",), ("torch",)),
     "window": Row(4, ("buffers",), ("torch",)),
     "reduction": Row(4, ("buffers", "comm"), ("torch",)),
     "clip": Row(4, ("buffers", "comm", "backends"), ("torch",)),
     "inner": Row(4, ("buffers",), ("torch",)),
-    "linear": Row(4, ("autograd", "backends"), ("torch",)),
+    "linear": Row(4, ("main_grad", "autograd", "backends"), ("torch",)),
     "adoption": Row(5, ("checks", "buffers", "arrival", "inner"), ("torch",)),
     "update": Row(5, ("buffers", "clip", "inner"), ("torch",)),
     "state": Row(5, ("layout", "comm", "buffers", "inner"), ("torch",)),

@@ -1,0 +1,60 @@
+"""The one seam between layers and optimizer: a parameter's ``main_grad``, and what a clear means for it.
+
+    layer -> [param.main_grad] <- optimizer
+
+``param.grad is None`` says that main_grad's bytes are old. Whoever adds first after a
+clear *claims* main_grad: hangs it on ``.grad`` and overwrites; everybody after adds.
+Knows nothing of buckets, layers or optimizers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import torch
+from torch import Tensor
+
+_numbers = itertools.count()
+_params: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def register(param: Tensor, main_grad: Tensor) -> None:
+    """Make ``main_grad`` the main_grad of ``param``.
+
+    It carries ``num_first_touches``, how often it was claimed, and ``token``, a 0-d int64 CPU tensor by
+    which compiled code, where `resolve` runs, names the parameter: such code sees clones of main_grad.
+    """
+    number = next(_numbers)
+    _params[number] = param
+    main_grad.num_first_touches = 0  # type: ignore[attr-defined]
+    main_grad.token = torch.tensor(number)  # type: ignore[attr-defined]
+    param.main_grad = main_grad  # type: ignore[attr-defined]
+
+
+def resolve(token: Tensor) -> Tensor:
+    """Return the parameter that ``token`` names.
+
+    Raises:
+        RuntimeError: if it was unwrapped or freed since.
+    """
+    param = _params.get(int(token))
+    if param is None or getattr(param, "main_grad", None) is None:
+        raise RuntimeError("compiled code adds to the main_grad of a parameter that was unwrapped since; recompile it")
+    return param
+
+
+def claim(param: Tensor) -> bool:
+    """Hang main_grad on ``param.grad``, taking over a gradient that was set by hand.
+
+    Returns:
+        True if main_grad holds a sum to add to, False if its bytes are old and have to be overwritten.
+    """
+    main_grad, grad = param.main_grad, param.grad  # type: ignore[attr-defined]
+    if grad is main_grad:
+        return True
+    if grad is not None:
+        main_grad.copy_(grad)
+    param.grad = main_grad
+    main_grad.num_first_touches += 1
+    return grad is not None
