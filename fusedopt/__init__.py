@@ -1,6 +1,6 @@
 """fusedopt: fp32 main gradients and main parameters around any torch optimizer."""
 
-from fusedopt import backends
+from fusedopt import backends, recompute
 from fusedopt._version import __version__
 from fusedopt.autograd import MainGradFunction
 from fusedopt.config import MainGradConfig
@@ -17,5 +17,6 @@ __all__ = [
     "backends",
     "convert_linears",
     "fused_linear",
+    "recompute",
     "restore_linears",
 ]
