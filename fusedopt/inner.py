@@ -130,7 +130,7 @@ class InnerOptimizers:
         for old in params:
             new = replacement.get(id(old), old)
             if new is not old and old in state:
-                state[new] = _cast_state(state.pop(old), new)
+                state[new] = _cast_state(state.pop(old), old.dtype, new.dtype)
         params[:] = [replacement.get(id(old), old) for old in params]
 
     def agree(self, outer_groups: Sequence[Group]) -> None:
@@ -239,13 +239,18 @@ class InnerOptimizers:
             parts.append((type(opt), state))
         return parts
 
+    def take_state(self, parts: Sequence[tuple[type[Optimizer], dict[str, Any]]]) -> None:
+        """Fill inner state from `portable`, each tensor in its own dtype."""
+        for opt, (_, state) in zip(self.optimizers, parts, strict=True):
+            opt.state.update({self.main_of(key): value for key, value in state["state"].items()})
+
 
 def from_portable(parts: Sequence[tuple[type[Optimizer], dict[str, Any]]]) -> list[Optimizer]:
-    """Rebuild plain optimizers from `InnerOptimizers.portable`, the way torch unpickles them."""
+    """Rebuild plain optimizers from `InnerOptimizers.portable`, the way torch unpickles them, without state."""
     optimizers = []
     for cls, state in parts:
         opt = cls.__new__(cls)
-        opt.__setstate__({**state, "state": defaultdict(dict, state["state"])})
+        opt.__setstate__({**state, "state": defaultdict(dict)})
         optimizers.append(opt)
     return optimizers
 
@@ -298,14 +303,13 @@ def _requires_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _cast_state(state: Any, param: nn.Parameter) -> Any:
-    """Cast floating state to the dtype of ``param`` but for step counts, torch's own policy on load."""
-    if not isinstance(state, dict):
-        return state
-    return {
-        k: v.to(param.dtype) if isinstance(v, Tensor) and v.is_floating_point() and k != "step" else v
-        for k, v in state.items()
-    }
+def _cast_state(state: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    """Cast state that had the dtype of its parameter to the new one of that, however deep; step counts stay."""
+    if isinstance(state, Tensor):
+        return state.to(new) if state.dtype is old else state
+    if isinstance(state, dict):
+        return {key: value if key == "step" else _cast_state(value, old, new) for key, value in state.items()}
+    return type(state)(_cast_state(v, old, new) for v in state) if type(state) in (list, tuple) else state
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from fusedopt import backends, compiling
 from fusedopt.adoption import Adoption
 from fusedopt.arrival import Arrival
-from fusedopt.buffers import Buffers, Entry
+from fusedopt.buffers import Buffers
 from fusedopt.checks import (
     check_all_parameters,
     check_parameters,
@@ -38,6 +38,8 @@ Closure = Callable[[], Any]
 
 MIB_NUMEL = 2**20 // 4
 """fp32 elements in one MiB."""
+
+_GONE_WHEN_UNWRAPPED = ("_inner", "_buffers", "_arrival", "_adoption", "_update")
 
 
 class FusedMainGradOptimizer(Optimizer):
@@ -159,8 +161,6 @@ class FusedMainGradOptimizer(Optimizer):
                 self._finish_window(self._window.num_pending)
 
     def _check_usable(self, closure: Closure | None) -> None:
-        if not self._finalizer.alive:
-            raise RuntimeError("this FusedMainGradOptimizer was unwrapped; step the inner optimizer, or wrap it anew")
         if closure is None and self._inner.requires_closure:
             names = ", ".join(type(opt).__name__ for opt in self._inner.optimizers)
             raise RuntimeError(
@@ -345,8 +345,10 @@ class FusedMainGradOptimizer(Optimizer):
         fp32 digits of main_params are gone. The wrapper cannot be used any more.
         """
         self._inner.agree(self.param_groups)
-        self._finalizer()
         optimizers = list(self._inner.optimizers)
+        self._finalizer()
+        for name in _GONE_WHEN_UNWRAPPED:
+            del vars(self)[name]
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -355,7 +357,7 @@ class FusedMainGradOptimizer(Optimizer):
         return {
             "config": self.config,
             "inner": self._inner.portable(),
-            "main_params": [e.main_param.detach().clone() for e in self._ordered() if e.has_own_main_param],
+            "main_params": [main if main is None else main.clone() for main in self._state_dicts().main_params()],
             "skipped_steps": self._clip.skips.total(),
         }
 
@@ -363,20 +365,15 @@ class FusedMainGradOptimizer(Optimizer):
         """Wrap the copied inner optimizers anew, on buffers of their own."""
         optimizers = from_portable(state["inner"])
         FusedMainGradOptimizer.__init__(self, optimizers, state["config"])
-        with torch.no_grad():
-            owners = [e for e in self._ordered() if e.has_own_main_param]
-            for entry, main_param in zip(owners, state["main_params"], strict=True):
-                entry.main_param.copy_(main_param)
+        self._inner.take_state(state["inner"])
+        self._state_dicts().set_main_params(state["main_params"])
         self._buffers.forget_agreement()
         self._clip.skips.restore(state["skipped_steps"])
 
-    def _ordered(self) -> list[Entry]:
-        params = [param for group in self.param_groups for param in group["params"]]
-        entries = self._adoption.entries
-        return [entries[id(param)] for param in params if id(param) in entries]
-
     def __getattr__(self, name: str) -> Any:
         """Fall through to the first inner optimizer that has the attribute."""
+        if name in _GONE_WHEN_UNWRAPPED and "_finalizer" in vars(self):
+            raise RuntimeError("this FusedMainGradOptimizer was unwrapped; step the inner optimizer, or wrap it anew")
         inner = vars(self).get("_inner")
         if inner is not None and not name.startswith("__"):
             for opt in inner.optimizers:
