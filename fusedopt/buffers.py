@@ -113,6 +113,7 @@ class Entry:
         "main_version",
         "param",
         "seen_address",
+        "seen_storage",
         "seen_version",
         "slot",
     )
@@ -145,6 +146,8 @@ class Entry:
         """Note that model parameter and main_param agree as they stand."""
         self.seen_version = self.param._version
         self.seen_address = self.param.data_ptr()
+        # Also weakly by its storage: after two `p.data = tensor` the second may lie where the first one lay.
+        self.seen_storage = weakref.ref(self.param.untyped_storage())
         self.main_version = self.main_param._version
 
     def detach(self) -> None:
@@ -159,7 +162,11 @@ class Entry:
 
     def was_edited_outside(self) -> bool:
         """Return whether the model parameter was written or rebound since the last `mark_synced`."""
-        return self.param._version != self.seen_version or self.param.data_ptr() != self.seen_address
+        return (
+            self.param._version != self.seen_version
+            or self.param.data_ptr() != self.seen_address
+            or self.param.untyped_storage() is not self.seen_storage()
+        )
 
 
 class Buffers:
