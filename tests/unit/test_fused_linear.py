@@ -1,0 +1,478 @@
+"""api.md section 6: MainGradFunction besides the matrix, and FusedLinear."""
+
+import copy
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fusedopt
+from fusedopt import FusedLinear, MainGradFunction, fused_linear
+from fusedopt.backends import torch_ops
+
+U32, U16 = 2.0**-24, 2.0**-9  # unit roundoffs of float32 and bfloat16
+
+
+def integers(*shape, limit=3, dtype=torch.bfloat16):
+    return torch.randint(-limit, limit + 1, shape).to(dtype)
+
+
+def wrapped_layer(n_in=8, n_out=6, bias=True, dtype=torch.bfloat16):
+    layer = FusedLinear(n_in, n_out, bias=bias, dtype=dtype)
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.copy_(integers(*param.shape, limit=2))
+    return layer, fusedopt.FusedMainGradOptimizer(torch.optim.SGD(layer.named_parameters(), lr=0.1))
+
+
+# -- what autograd asks for
+
+
+def test_autograd_grad_for_the_input_leaves_main_grad_untouched():
+    layer, _optimizer = wrapped_layer()
+    layer(integers(4, 8)).float().sum().backward()
+    before = [p.main_grad.clone() for p in layer.parameters()]
+    x = integers(4, 8).requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x).float().sum(), [x])
+    assert torch.equal(grad.float(), layer.weight.detach().float().sum(0).expand(4, 8))
+    for param, value in zip(layer.parameters(), before, strict=True):
+        assert param.grad is param.main_grad
+        assert torch.equal(param.main_grad, value)
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_autograd_grad_for_the_weight_returns_its_gradient(cleared):
+    layer, optimizer = wrapped_layer()
+    if not cleared:
+        layer(integers(4, 8)).float().sum().backward()
+    before = layer.weight.main_grad.clone()
+    x = integers(4, 8)
+    grads = torch.autograd.grad(layer(x).float().sum(), [layer.weight, layer.bias])
+    assert torch.equal(grads[0].float(), x.float().sum(0).expand(6, 8))
+    assert torch.equal(grads[1].float(), torch.full((6,), 4.0))
+    assert torch.equal(layer.weight.main_grad, before)
+    assert (layer.weight.grad is None) == cleared
+    optimizer.zero_grad()
+
+
+def test_backward_with_inputs_accumulates_only_what_it_names():
+    layer, _optimizer = wrapped_layer()
+    x = integers(4, 8).requires_grad_()
+    layer(x).float().sum().backward(inputs=[x])
+    assert layer.weight.grad is None
+    assert layer.bias.grad is None
+    assert x.grad is not None
+    layer(x).float().sum().backward(inputs=[layer.weight])
+    assert layer.weight.grad is layer.weight.main_grad
+    assert torch.equal(layer.weight.grad, x.detach().float().sum(0).expand(6, 8))
+    assert layer.bias.grad is None
+
+
+def test_backward_twice_with_retain_graph_adds_twice():
+    layer, _optimizer = wrapped_layer()
+    x = integers(4, 8)
+    loss = layer(x).float().sum()
+    loss.backward(retain_graph=True)
+    once = layer.weight.grad.clone()
+    loss.backward()
+    assert once.abs().sum() > 0
+    assert torch.equal(layer.weight.grad, 2 * once)
+
+
+def test_create_graph_raises_by_name_and_autograd_grad_is_twice_differentiable():
+    torch.manual_seed(0)
+    layer, _optimizer = wrapped_layer(dtype=torch.float32)
+    plain = nn.Linear(8, 6)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(4, 8)
+    with pytest.raises(RuntimeError, match=r"parameter (weight|bias) is part of a graph.*create_graph=True"):
+        layer(x).square().sum().backward(create_graph=True)
+    layer.zero_grad()
+    results = []
+    for module in (layer, plain):
+        y = x.clone().requires_grad_()
+        loss = module(y).square().sum()
+        grads = torch.autograd.grad(loss, [y, module.weight, module.bias], create_graph=True)
+        penalty = sum(g.square().sum() for g in grads)
+        again = torch.autograd.grad(penalty, [y, module.weight, module.bias], create_graph=True)
+        third = torch.autograd.grad(again[0].sum() + again[1].sum(), [y, module.weight])
+        results.append([*grads, *again, *third])
+    assert layer.weight.grad is None
+    for got, want in zip(*results, strict=True):
+        assert torch.isfinite(want).all()
+        # The same sums of products in another order: 6 * 8 * 4 terms at most, a few levels deep.
+        assert torch.allclose(got, want, rtol=0, atol=(6 * 8 * 4 * 8 * U32 * want.abs().max()).item())
+
+
+def test_zero_bubble_backward_in_two_parts_gets_the_weights_gradient():
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    layer, _optimizer = wrapped_layer()
+    x = integers(4, 8).requires_grad_()
+    output = layer(x).float().sum()
+    grads, groups = stage_backward_input([output], [torch.ones(())], [x], iter(layer.parameters()))
+    assert torch.equal(grads[0].float(), layer.weight.detach().float().sum(0).expand(4, 8))
+    stage_backward_weight(iter(layer.parameters()), groups)
+    assert torch.equal(layer.weight.grad.float(), x.detach().float().sum(0).expand(6, 8))
+    assert torch.equal(layer.bias.grad.float(), torch.full((6,), 4.0))
+    _optimizer.step()
+    assert layer.weight.grad is layer.weight.main_grad
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp's own
+def test_torch_func_and_forward_mode_are_exactly_linear():
+    layer, _optimizer = wrapped_layer(dtype=torch.float32)
+    plain = nn.Linear(8, 6)
+    plain.load_state_dict(layer.state_dict())
+    x, tangent = torch.randn(4, 8), torch.randn(4, 8)
+    results = []
+    for module in (layer, plain):
+        params = dict(module.named_parameters())
+
+        def loss(p, y, module=module):
+            return torch.func.functional_call(module, p, (y,)).square().sum()
+
+        grads = torch.func.grad(loss)(params, x)
+        input_grad = torch.func.grad(lambda y, module=module: module(y).square().sum())(x)
+        _, jvp = torch.func.jvp(module, (x,), (tangent,))
+        batched = torch.func.vmap(module)(x)
+        with forward_ad.dual_level():
+            out = forward_ad.unpack_dual(module(forward_ad.make_dual(x, tangent)))
+        results.append([grads["weight"], grads["bias"], input_grad, jvp, batched, out.primal, out.tangent])
+    assert layer.weight.grad is None
+    for got, want in zip(*results, strict=True):
+        assert torch.isfinite(want).all()
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("why", ["no wrapper", "frozen", "no_grad", "inference_mode"])
+def test_without_main_grad_it_is_exactly_linear(why):
+    fused, plain = FusedLinear(8, 6), nn.Linear(8, 6)
+    plain.load_state_dict(fused.state_dict())
+    x = torch.randn(3, 5, 8)
+    if why != "no wrapper":
+        _optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD(fused.parameters(), lr=0.1))
+    if why == "frozen":
+        fused.requires_grad_(False)
+        plain.requires_grad_(False)
+    mode = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(why, torch.enable_grad)
+    with mode():
+        outputs = [module(x) for module in (fused, plain)]
+    assert torch.equal(*outputs)
+    name = type(outputs[1].grad_fn).__name__
+    assert type(outputs[0].grad_fn).__name__ == name
+    if why == "no wrapper":
+        for output in outputs:
+            output.square().sum().backward()
+        assert torch.equal(fused.weight.grad, plain.weight.grad)
+        assert not hasattr(fused.weight, "main_grad")
+
+
+# -- memory and lifetime
+
+
+def test_activations_saved_by_the_function_are_freed_under_recomputation():
+    kept = []
+
+    class Watching(MainGradFunction):
+        @staticmethod
+        def forward(ctx, x, weight):
+            activation = x * 2
+            kept.append(weakref.ref(activation))
+            ctx.save_for_backward(activation, weight)
+            return activation @ weight.t()
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            activation, weight = ctx.saved_tensors
+            grad = MainGradFunction.addmm_to_main_grad(ctx, weight, grad_output, activation)
+            return grad_output @ weight * 2, grad
+
+    weight = nn.Parameter(integers(6, 8))
+    _optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD([weight], lr=0.1))
+    x = integers(4, 8).requires_grad_()
+    loss = Watching.apply(x, weight).float().sum()
+    assert kept[0]() is not None
+    loss.backward()
+    for use_reentrant in (False, True):
+        kept.clear()
+        loss = checkpoint(lambda y: Watching.apply(y, weight), x, use_reentrant=use_reentrant).float().sum()
+        assert len(kept) == 1
+        assert kept[0]() is None
+        loss.backward()
+        assert len(kept) == 2
+        assert kept[1]() is None
+
+
+@pytest.mark.parametrize("kind", ["FusedLinear", "MainGradFunction"])
+def test_a_weight_changed_between_forward_and_backward_raises_torchs_own_error(kind):
+    layer, optimizer = wrapped_layer()
+    x = integers(4, 8).requires_grad_()
+    loss = layer(x).float().sum()
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    loss = layer(x).float().sum()
+    layer(x).float().sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_no_leak_over_200_steps():
+    layer, optimizer = wrapped_layer()
+    model = nn.Sequential(layer, nn.ReLU())
+
+    def steps(n):
+        for _ in range(n):
+            x = integers(4, 8).requires_grad_()
+            checkpoint(model, x, use_reentrant=False).float().sum().backward()
+            model(x).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gc.collect()
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    baseline = steps(20)
+    assert steps(200) <= baseline
+
+
+# -- numerics
+
+
+def bound_of(grad_output, x, main_grad):
+    """n * u * sum |a||b| for the sum over n tokens (Higham 3.1), and u times the result for adding it."""
+    product = grad_output.double().abs().T @ x.double().abs()
+    return (grad_output.shape[0] + 2) * U32 * product + U32 * (main_grad.double().abs() + product)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_wgrad_sums_are_float32_and_a_rounded_product_would_be_caught(dtype, accumulate):
+    torch.manual_seed(0)
+    grad_output, x = torch.randn(64, 9).to(dtype), torch.randn(64, 17).to(dtype)
+    main_grad = torch.randn(9, 17)
+    exact = grad_output.double().T @ x.double() + (main_grad.double() if accumulate else 0.0)
+    bound = bound_of(grad_output, x, main_grad)
+    rounded = (grad_output.T @ x).double() + (main_grad.double() if accumulate else 0.0)
+    torch_ops.wgrad_accumulate_(main_grad, grad_output, x, accumulate=accumulate)
+    assert torch.isfinite(main_grad).all()
+    assert ((main_grad - exact).abs() <= bound).all()
+    if dtype is not torch.float32:
+        assert ((rounded - exact).abs() > bound).any()
+
+
+def test_the_fast_option_rounds_each_product_once_and_tiles_it():
+    torch.manual_seed(0)
+    rows = 2 * torch_ops.TILE_ROWS + 3
+    grad_output, x = torch.randn(16, rows).bfloat16(), torch.randn(16, 5).bfloat16()
+    main_grad = torch.randn(rows, 5)
+    start = main_grad.clone()
+    torch_ops.wgrad_accumulate_(main_grad, grad_output, x, accumulate=True, exact=False)
+    exact = grad_output.double().T @ x.double()
+    error = (main_grad - (start.double() + exact)).abs()
+    assert torch.isfinite(main_grad).all()
+    assert torch.equal(main_grad, start + (grad_output.t() @ x))  # torch's own product, whatever its sums
+    assert (error > bound_of(grad_output, x, start)).any()  # it really is the rounded one
+    overwritten = torch.full_like(main_grad, math.nan)
+    torch_ops.wgrad_accumulate_(overwritten, grad_output, x, accumulate=False, exact=False)
+    assert torch.equal(overwritten, (grad_output.t() @ x).float())
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operation returned, in bytes, tensors passed in left out."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.nbytes = 0
+        self._known = {t.untyped_storage().data_ptr() for t in known}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self._known:
+                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_no_full_size_product_is_formed(exact, accumulate):
+    tokens, out, n_in = 4, 4 * torch_ops.TILE_ROWS, 64
+    grad_output, x = integers(tokens, out), integers(tokens, n_in)
+    main_grad = torch.zeros(out, n_in)
+    with Largest([grad_output, x, main_grad]) as largest:
+        torch_ops.wgrad_accumulate_(main_grad, grad_output, x, accumulate=accumulate, exact=exact)
+    tile = torch_ops.TILE_ROWS * n_in * 2
+    operands = tokens * out * 4  # cast to float32
+    assert 0 < largest.nbytes <= max(tile, operands) < main_grad.nbytes / 4
+
+
+SHAPES = [(8,), (5, 8), (2, 3, 8), (2, 1, 3, 8), (0, 8), (1, 8), (2, 0, 8)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_shape_and_dtype_is_exact_on_integers(shape, dtype, bias):
+    layer, optimizer = wrapped_layer(bias=bias, dtype=dtype)
+    plain = nn.Linear(8, 6, bias=bias, dtype=torch.float64)
+    plain.load_state_dict(layer.state_dict())
+    for window in range(3):
+        for _ in range(2):
+            x = integers(*shape, dtype=dtype).requires_grad_()
+            y = x.detach().double().requires_grad_()
+            output, want = layer(x), plain(y)
+            assert torch.equal(output.double(), want)
+            assert torch.equal(output, F.linear(x, layer.weight, layer.bias))
+            factor = integers(*output.shape, dtype=torch.float64)
+            (
+                output.to(torch.promote_types(dtype, torch.float32))
+                * factor.to(torch.promote_types(dtype, torch.float32))
+            ).sum().backward()
+            (want * factor).sum().backward()
+            assert torch.equal(x.grad.double(), y.grad)
+        for param, ref in zip(layer.parameters(), plain.parameters(), strict=True):
+            assert param.grad is param.main_grad
+            assert torch.equal(param.grad.double(), ref.grad)
+        (optimizer.zero_grad, layer.zero_grad, optimizer.zero_grad)[window]()
+        plain.zero_grad()
+
+
+def test_non_contiguous_inputs_and_odd_channels():
+    layer, _optimizer = wrapped_layer(7, 5)
+    x = integers(7, 3, 4).permute(1, 2, 0)
+    assert not x.is_contiguous()
+    factor = integers(5, 4, 3).permute(2, 1, 0)
+    (layer(x).float() * factor).sum().backward()
+    exact = torch.einsum("abo,abi->oi", factor.double(), x.double())
+    assert torch.equal(layer.weight.grad.double(), exact)
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast_gives_the_bits_of_linear_and_the_same_input_gradient(weights, inside):
+    torch.manual_seed(0)
+    layer, _optimizer = wrapped_layer(dtype=weights)
+    plain = nn.Linear(8, 6, dtype=weights)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(4, 8)
+    results = []
+    for module in (layer, plain):
+        y = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(y)
+            if inside:  # not recommended by torch, but people do
+                output.float().square().sum().backward()
+        if not inside:
+            output.float().square().sum().backward()
+        results.append((output.detach(), y.grad, module.weight.grad, module.bias.grad))
+    assert results[0][0].dtype is torch.bfloat16
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    product = results[1][2].float()
+    assert ((results[0][2] - product).abs() <= 4 * U16 * (product.abs() + 1)).all()  # plain rounds its product
+    assert layer.weight.grad is layer.weight.main_grad
+
+
+@pytest.mark.parametrize("order", ["fused, plain", "plain, fused", "fused, plain, fused"])
+@pytest.mark.parametrize("clear", ["optimizer", "model", "param"])
+def test_fused_and_plain_uses_of_one_weight_in_one_backward_add_up(order, clear):
+    layer, optimizer = wrapped_layer(bias=False)
+    uses = order.split(", ")
+    for _ in range(3):
+        layer.weight.main_grad.fill_(99.0)  # old bytes
+        x = integers(4, 8)
+        outputs = [(fused_linear if use == "fused" else F.linear)(x, layer.weight) for use in uses]
+        sum(out.float().sum() for out in outputs).backward()
+        assert layer.weight.grad is layer.weight.main_grad
+        assert torch.equal(layer.weight.grad, len(uses) * x.float().sum(0).expand(6, 8))
+        if clear == "optimizer":
+            optimizer.zero_grad()
+        elif clear == "model":
+            layer.zero_grad()
+        else:
+            layer.weight.grad = None
+
+
+def test_256_and_1_are_257_between_two_fused_uses():
+    layer, _optimizer = wrapped_layer(1, 1, bias=True)
+    for factor in (256.0, 1.0):
+        (layer(torch.ones(1, 1, dtype=torch.bfloat16)) * factor).sum().backward()
+    assert layer.weight.grad.item() == 257.0
+    assert layer.bias.grad.item() == 257.0
+
+
+def test_a_gradient_set_by_hand_is_added_to_by_a_fused_layer():
+    layer, _optimizer = wrapped_layer(bias=False)
+    layer.weight.grad = torch.full((6, 8), 5.0)
+    x = integers(4, 8)
+    layer(x).float().sum().backward()
+    assert layer.weight.grad is layer.weight.main_grad
+    assert torch.equal(layer.weight.grad, 5.0 + x.float().sum(0).expand(6, 8))
+
+
+def test_a_pending_window_that_a_fused_layer_overwrote_is_noticed():
+    layer = FusedLinear(8, 6, bias=False, dtype=torch.bfloat16)
+    optimizer = fusedopt.FusedMainGradOptimizer(
+        torch.optim.SGD(layer.named_parameters(), lr=0.1), gradient_accumulation_steps=3
+    )
+    layer(integers(4, 8)).float().sum().backward()
+    optimizer.step()
+    layer.zero_grad()
+    layer(integers(4, 8)).float().sum().backward()
+    with pytest.raises(RuntimeError, match="parameter weight was cleared"):
+        optimizer.step()
+
+
+def test_hooks_fire_once_per_backward_and_see_main_grad():
+    layer, _optimizer = wrapped_layer(bias=False)
+    seen = []
+    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is p.main_grad))
+    x = integers(4, 8).requires_grad_()
+    layer(layer(x) @ torch.ones(6, 8, dtype=torch.bfloat16)).float().sum().backward()
+    assert seen == [True]
+
+
+def test_deepcopy_trains_on_its_own_main_grad():
+    layer, optimizer = wrapped_layer()
+    other, other_optimizer = copy.deepcopy((layer, optimizer))
+    x = integers(4, 8)
+    other(x).float().sum().backward()
+    assert type(other) is FusedLinear
+    assert layer.weight.grad is None
+    assert other.weight.grad is other.weight.main_grad
+    other_optimizer.step()
+
+
+def test_a_plain_function_with_setup_context_works_too():
+    class Scale(MainGradFunction):
+        @staticmethod
+        def forward(x, weight):
+            return x * weight
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            x, weight = ctx.saved_tensors
+            assert isinstance(weight, nn.Parameter)
+            grad = MainGradFunction.add_to_main_grad(ctx, weight, (grad_output * x).float().sum(0))
+            return grad_output * weight, grad
+
+    weight = nn.Parameter(integers(8))
+    _optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD([weight], lr=0.1))
+    x = integers(4, 8).requires_grad_()
+    for _ in range(2):
+        checkpoint(lambda y: Scale.apply(y, weight), x, use_reentrant=False).float().sum().backward()
+    assert torch.equal(weight.grad, 2 * x.detach().float().sum(0))
