@@ -106,7 +106,7 @@ def draw_comparison(path: Path, results: Sequence[RunResult]) -> Path:
     for result, height, color in zip(results, heights, LABEL_COLORS, strict=True):
         last_step = result.curve[-1][0]
         axes.annotate(
-            f"{result.name}  {result.final_loss:.3f}",
+            f"{result.name}  {result.final_loss:.4f}",
             (last_step, height),
             xytext=(10, 0),
             textcoords="offset points",
