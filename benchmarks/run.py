@@ -1,11 +1,12 @@
 """Run the benchmarks, write one JSON object per line and file, and print target and reached.
 
-python -m benchmarks.run [--tiny] [--only NAME] [--repeats N] [--threads N] [--out DIR]
+python -m benchmarks.run [--tiny] [--only NAME] [--repeats N] [--threads N ...] [--out DIR]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 
 from benchmarks import backward, memory, optimizer_phase
-from benchmarks.models import FULL, TINY
-from benchmarks.timing import Claim
+from benchmarks.models import FULL, TINY, Shape
+from benchmarks.timing import Claim, Result
 
 BENCHES = {"memory": memory.run, "optimizer_phase": optimizer_phase.run, "backward": backward.run}
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -29,19 +30,34 @@ def main(argv: Sequence[str] | None = None) -> list[Claim]:
     args = _parse(argv)
     out = args.out or (None if args.tiny else RESULTS)
     repeats = args.repeats or (TINY_REPEATS if args.tiny else 11)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     claims = []
-    for name, bench in BENCHES.items():
-        if args.only in (None, name):
-            result = bench(TINY if args.tiny else FULL, repeats)
-            claims += result.claims
-            if out is not None:
-                print(f"wrote {write(result.rows, out, name)}")
+    for name in [args.only] if args.only else list(BENCHES):
+        results = _run_with_threads(name, args.threads, TINY if args.tiny else FULL, repeats)
+        claims += [claim for result in results for claim in result.claims]
+        if out is not None:
+            print(f"wrote {write([row for result in results for row in result.rows], out, name)}")
     print_table(claims)
     if args.tiny:
         print("a rehearsal on a tiny model: the figures mean nothing")
     return claims
+
+
+def _run_with_threads(name: str, thread_counts: Sequence[int] | None, shape: Shape, repeats: int) -> list[Result]:
+    before = torch.get_num_threads()
+    counts = list(thread_counts or [before])
+    if name == "memory":
+        counts = counts[:1]  # bytes do not depend on threads
+    results = []
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            result = BENCHES[name](shape, repeats)
+            label = f", {count} thread{'s' * (count > 1)}" if len(counts) > 1 else ""
+            claims = [dataclasses.replace(claim, what=claim.what + label) for claim in result.claims]
+            results.append(Result(result.rows, claims))
+    finally:
+        torch.set_num_threads(before)
+    return results
 
 
 def write(rows: Sequence[dict[str, Any]], directory: Path, name: str) -> Path:
@@ -67,13 +83,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a rehearsal of seconds; writes only where --out says")
     parser.add_argument("--only", choices=list(BENCHES), help="one benchmark (default: all)")
     parser.add_argument("--repeats", type=int, help=f"timed rounds, {MIN_REPEATS} or more (default: 11)")
-    parser.add_argument("--threads", type=int, help="torch's threads (default: torch's own choice)")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", help="torch's threads, one run each (default: torch's own choice)"
+    )
     parser.add_argument("--out", type=Path, help="directory for the rows (default: benchmarks/results)")
     args = parser.parse_args(argv)
     if args.repeats is not None and args.repeats < (1 if args.tiny else MIN_REPEATS):
         parser.error(f"--repeats {args.repeats} is too few for a median; give {MIN_REPEATS} or more")
-    if args.threads is not None and args.threads < 1:
-        parser.error(f"--threads {args.threads} must be at least 1")
+    if args.threads is not None and min(args.threads) < 1:
+        parser.error(f"--threads {min(args.threads)} must be at least 1")
     return args
 
 

@@ -31,6 +31,16 @@ def test_a_rehearsal_writes_rows_that_stand_by_themselves(name, tmp_path, capsys
     assert all(claim.what in printed for claim in claims)
 
 
+def test_each_number_of_threads_gets_rows_and_claims_of_its_own(tmp_path, capsys):
+    before = torch.get_num_threads()
+    claims = main(["--tiny", "--only", "backward", "--out", str(tmp_path), "--repeats", "1", "--threads", "1", "2"])
+    (path,) = tmp_path.iterdir()
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [row["threads"] for row in rows] == [1, 1, 2, 2]
+    assert [claim.what.rsplit(", ", 1)[1] for claim in claims] == ["1 thread", "2 threads"]
+    assert torch.get_num_threads() == before
+
+
 def test_a_rehearsal_leaves_the_committed_rows_alone(monkeypatch, tmp_path):
     monkeypatch.setattr("benchmarks.run.RESULTS", tmp_path)
     main(["--tiny", "--only", "memory"])
