@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 SETTINGS_FILE = "base_settings.json"
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": BYTE_VOCABULARY,
     "hidden_size": 192,
     "intermediate_size": 512,
@@ -28,7 +28,7 @@ SHAPE = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-TRAINING = {"batch_size": 8, "block_size": 128, "learning_rate": 1e-3, "warmup_steps": 20, "seed": 0}
+TRAINING: dict[str, Any] = {"batch_size": 8, "block_size": 128, "learning_rate": 1e-3, "warmup_steps": 20, "seed": 0}
 
 
 def check_llama_dir(path: str) -> Path:
@@ -78,8 +78,7 @@ def train_base(
 ) -> LlamaForCausalLM:
     """Return a small LLaMA trained from scratch on ``tokens``, in fp32."""
     torch.manual_seed(seed)
-    shape: dict[str, Any] = SHAPE
-    model = LlamaForCausalLM(LlamaConfig(**shape)).to(device)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = get_cosine_schedule_with_warmup(optimizer, warmup_steps, steps)
     windows = TokenWindows(tokens, block_size, batch_size, seed)

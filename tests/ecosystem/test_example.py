@@ -86,8 +86,9 @@ def test_the_comparison_draws_a_picture(comparison):
     picture = matplotlib.image.imread(output_dir / "comparison.png")
     assert picture.shape[0] >= 400
     assert picture.shape[1] >= 800
-    colors = {tuple(c) for c in (picture[..., :3].reshape(-1, 3) * 255).round().astype(int).tolist()}
-    assert {(0x99, 0x99, 0x99), (0xD5, 0x5E, 0x00), (0x00, 0x72, 0xB2)} <= colors
+    pixels = (picture[..., :3] * 255).round().astype(int)
+    for color in ((0x99, 0x99, 0x99), (0xD5, 0x5E, 0x00), (0x00, 0x72, 0xB2)):
+        assert (pixels == color).all(axis=-1).any()  # this run's curve is there
 
 
 def test_plain_bf16_leaves_more_weights_unmoved_than_fusedopt(comparison):
