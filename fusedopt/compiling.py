@@ -48,4 +48,5 @@ def _take_off(args: Any) -> None:
 def _hang_back(args: Any) -> None:
     while _taken_off:
         param, grad = _taken_off.pop()
-        param.grad = grad
+        # A wrapper that was freed during the trace gave its parameters their own gradient dtype back.
+        param.grad = grad if param.grad_dtype in (None, grad.dtype) else grad.to(param.grad_dtype)

@@ -194,6 +194,46 @@ def test_inner_state_is_float32_and_training_goes_on_bit_equal_after_a_load(name
     assert_matches(other_model, other, reference)
 
 
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_an_inner_closure_is_evaluated_at_the_rounded_main_params_bit_equal_to_the_twin(line_search, dtype):
+    settings = {"lr": 0.3, "max_iter": 4, "line_search_fn": line_search}
+    model, twin = make_model(dtype), make_model(dtype, is_tied=False)
+    optimizer = FusedMainGradOptimizer(torch.optim.LBFGS(model.parameters(), **settings))
+    # Parameter by parameter in the same order: LBFGS works on one flat vector.
+    params = [dict(twin.named_parameters())[key] for key, _ in model.named_parameters()]
+    reference = UntiedReference(twin, lambda groups: torch.optim.LBFGS(groups[0], **settings), [params])
+    losses, twin_losses = [], []
+
+    def closure():
+        optimizer.zero_grad()
+        losses.append(loss_of(model, 0))
+        losses[-1].backward()
+        return losses[-1]
+
+    def twin_closure():
+        with torch.no_grad():
+            for param, main in reference.mains.items():
+                param.copy_(main)
+            twin.head.copy_(twin.embed.weight)
+        reference.sums.clear()
+        twin_losses.append(loss_of(twin, 0))
+        reference.backward(twin_losses[-1])
+        for param, main in reference.mains.items():
+            main.grad = reference.sums.get(param)
+        return twin_losses[-1]
+
+    for _ in range(3):
+        optimizer.step(closure)
+        with torch.enable_grad():
+            reference.optimizer.step(twin_closure)
+        assert_bit_equal([loss.detach() for loss in losses], [loss.detach() for loss in twin_losses])
+        assert_bit_equal(main_params(optimizer), [reference.mains[param].detach() for param in params])
+        assert_is_rounded_main_param(optimizer)
+    assert len(losses) > 2 * 3  # the inner optimizer did ask again
+    assert losses[-1] < losses[0]
+
+
 def test_two_uses_of_one_weight_in_one_backward_are_summed_in_float32():
     weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     stock = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
@@ -261,6 +301,8 @@ def test_clipping_is_bit_equal_where_the_norm_is_exact(name, num_micro_batches, 
             optimizer.step()
         reference.step(divide_by=num_micro_batches)
         assert optimizer.grad_norm == 13.0
+        clipped = torch.cat([param.grad.flatten() for param in ours])
+        assert abs(clipped.double().norm() - 1) <= 1e-6 / 13 + 8 * UNIT  # the epsilon; coefficient and product
         mains = [reference.mains[param].detach() for param in reference.params]
         if name == "AdamW fused":
             assert_within_fused_division(main_params(optimizer), mains, window + 1)

@@ -167,6 +167,22 @@ def test_a_failing_trace_gives_the_gradients_back():
     assert all(p.grad is p.main_grad for p in model.parameters())
 
 
+def test_a_wrapper_that_is_freed_during_a_trace_does_not_break_it():
+    model = nn.Linear(8, 8).bfloat16()
+    optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(integers(2, 8)).float().sum().backward()
+    want = model.weight.grad.clone()
+
+    def unwraps(graph, inputs):
+        optimizer.unwrap()
+        return graph.forward
+
+    torch.compile(model, backend=unwraps, fullgraph=True)(integers(3, 8))
+    assert not hasattr(model.weight, "main_grad")
+    assert model.weight.grad.dtype is torch.bfloat16
+    assert torch.equal(model.weight.grad, want.bfloat16())
+
+
 def test_autograd_grad_in_compiled_code_leaves_main_grad_untouched():
     layer = FusedLinear(8, 8, bias=False, dtype=torch.bfloat16)
     _optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))

@@ -94,9 +94,7 @@ def test_replacing_a_field_checks_again():
 
 
 def test_importing_and_building_need_neither_torch_nor_yaml():
-    build = (
-        "import runpy, sys; runpy.run_path(sys.argv[1])['MainGradConfig'].from_dict({'shard': 'optimizer'})"
-    )
+    build = "import runpy, sys; runpy.run_path(sys.argv[1])['MainGradConfig'].from_dict({'shard': 'optimizer'})"
     code = f"{build}; sys.exit(bool({{'torch', 'yaml'}} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code, sys.modules["fusedopt.config"].__file__], check=True)
 
