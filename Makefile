@@ -11,8 +11,9 @@ $(VENV)/.installed: requirements-dev.txt setup.cfg pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
+# One thread: the model is so small that a second one costs more in waiting than it brings. ARGS="--recompute true" adds flags.
 demo: $(VENV)/.installed
-	$(BIN)/python examples/llama/finetune.py --compare
+	OMP_NUM_THREADS=1 $(BIN)/python examples/llama/finetune.py --compare $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -22,7 +22,8 @@ class _LinearThroughFp32(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is functional.linear and args[0].dtype is torch.bfloat16:
+        # matmul is FusedLinear's input gradient, which runs in Python
+        if func in (functional.linear, torch.Tensor.matmul) and args[0].dtype is torch.bfloat16:
             wide = (a if a is None else a.float() for a in args)
             return func(*wide, **(kwargs or {})).bfloat16()
         return func(*args, **(kwargs or {}))

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from base_model import check_llama_dir, make_base
 from cpu_bf16 import fast_bf16_linears
+from layers import LayerArguments, prepare_layers
 from report import RunResult, comparison_table, draw_comparison, write_results
 from text_data import TokenWindows, read_tokens, split_tokens
 from torch import Tensor, nn
@@ -114,22 +115,23 @@ def evaluate(model: LlamaForCausalLM, windows: Tensor) -> float:
 
 
 def finetune(
-    mode: Mode, base_dir: Path, micro_batches: Iterator[Tensor], eval_windows: Tensor, args: TrainArguments
+    mode: Mode, base_dir: Path, batches: Iterator[Tensor], windows: Tensor, args: TrainArguments, layers: LayerArguments
 ) -> RunResult:
     """Train the checkpoint in ``base_dir`` as ``mode`` says, and save it under ``args.output_dir``."""
-    device, k = eval_windows.device, args.gradient_accumulation_steps
+    device, k = windows.device, args.gradient_accumulation_steps
     model = LlamaForCausalLM.from_pretrained(base_dir, dtype=mode.dtype, local_files_only=True).to(device)
     base_weights = [p.detach().bfloat16().clone() for p in model.parameters()]
+    prepare_layers(model, layers, mode.main_grad)
     optimizer = make_optimizer(model, mode, args)
     scheduler = get_linear_schedule_with_warmup(optimizer, args.warmup_steps, args.max_steps)
 
-    curve, train_seconds = [(0, evaluate(model, eval_windows))], 0.0
+    curve, train_seconds = [(0, evaluate(model, windows))], 0.0
     progress = tqdm(range(1, args.max_steps + 1), desc=mode.name, unit="step")
     for step in progress:
         started = time.perf_counter()
         train_loss = 0.0
         for _ in range(k):
-            batch = next(micro_batches).to(device)
+            batch = next(batches).to(device)
             loss = model(input_ids=batch, labels=batch).loss / k
             loss.backward()
             train_loss += loss.detach()
@@ -138,7 +140,7 @@ def finetune(
         optimizer.zero_grad()
         train_seconds += time.perf_counter() - started
         if step % args.eval_steps == 0 or step == args.max_steps:
-            curve.append((step, evaluate(model, eval_windows)))
+            curve.append((step, evaluate(model, windows)))
         progress.set_postfix(train_loss=f"{train_loss:.3f}", eval_loss=f"{curve[-1][1]:.4f}")
 
     changed = sum(int((p.bfloat16() != b).sum()) for p, b in zip(model.parameters(), base_weights, strict=True))
@@ -157,8 +159,9 @@ def check_flags(*argument_groups: object) -> None:
 
 def main() -> None:
     """Read the flags, find the base, run one mode or all three."""
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainArguments), description=__doc__.splitlines()[0])
-    model_args, data_args, args = parser.parse_args_into_dataclasses()
+    groups = (ModelArguments, DataArguments, TrainArguments, LayerArguments)
+    parser = HfArgumentParser(groups, description=__doc__.splitlines()[0])
+    model_args, data_args, args, layers = parser.parse_args_into_dataclasses()
     check_flags(model_args, data_args, args)
     transformers_logging.disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -181,11 +184,11 @@ def main() -> None:
             micro_batches = TokenWindows(
                 train_tokens, data_args.block_size, args.per_device_train_batch_size, args.seed
             )
-            results.append(finetune(mode, base_dir, micro_batches, eval_windows.to(device), args))
+            results.append(finetune(mode, base_dir, micro_batches, eval_windows.to(device), args, layers))
 
     print(comparison_table(results))
     record = output_dir / ("comparison.json" if args.compare else "results.json")
-    print("wrote", write_results(record, results, (model_args, data_args, args)))
+    print("wrote", write_results(record, results, (model_args, data_args, args, layers)))
     if args.compare:
         print("wrote", draw_comparison(output_dir / "comparison.png", results))
 
