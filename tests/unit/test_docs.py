@@ -1,5 +1,6 @@
 """The README's diff and every Python block of the documentation run as printed."""
 
+import ast
 import re
 import types
 from pathlib import Path
@@ -48,14 +49,32 @@ def test_the_readme_shows_the_diff_on_its_first_screen():
     assert lines.index("```diff") < 10
 
 
-@pytest.mark.parametrize("file", ["docs/usage.md"])
-def test_the_blocks_of_a_page_run_top_to_bottom(file, capsys):
+@pytest.mark.parametrize(
+    ("file", "num_blocks", "printed"),
+    [
+        ("docs/usage.md", 6, "gradient norm"),
+        ("docs/custom-layers.md", 3, ""),
+        ("docs/recompute.md", 1, "22 linear layer(s) converted, 0 skipped\n['model.layers.0', 'model.layers.1']"),
+    ],
+)
+def test_the_blocks_of_a_page_run_top_to_bottom(file, num_blocks, printed, capsys):
     found = blocks(file, "python")
-    assert len(found) >= 6
+    assert len(found) >= num_blocks
     namespace = {}
     for block in found:
         exec(compile(block, file, "exec"), namespace)
-    assert "gradient norm" in capsys.readouterr().out
+    assert printed in capsys.readouterr().out
+
+
+def test_the_table_of_recomputation_names_every_way_that_is_tested():
+    tree = ast.parse((ROOT / "tests/unit/test_recompute_matrix.py").read_text())
+    (ways,) = [
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "WAYS"
+    ]
+    tested = [key.value for key in ways.keys]
+    rows = re.findall(r"^\| `([^`]+)` \| (?:yes|no)", (ROOT / "docs/recompute.md").read_text(), flags=re.M)
+    assert rows == tested
+    assert len(rows) >= 10
 
 
 def test_every_link_in_the_documentation_leads_somewhere():
