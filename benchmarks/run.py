@@ -71,13 +71,14 @@ def write(rows: Sequence[dict[str, Any]], directory: Path, name: str) -> Path:
 
 
 def print_table(claims: Sequence[Claim]) -> None:
-    """Print one line per claim: what, target, reached."""
+    """Print one line per claim: what, target, reached by wall clock, and by CPU time where that was taken."""
     width = max(len(claim.what) for claim in claims)
-    print(f"\n{'':{width}}    target   reached")
+    print(f"\n{'':{width}}    target   reached  CPU time")
     for claim in claims:
         sign = "<=" if claim.is_upper_bound else ">="
+        cpu = "" if claim.reached_cpu is None else f"{claim.reached_cpu:g}"
         verdict = "" if claim.is_met else "   missed"
-        print(f"{claim.what:{width}} {sign} {claim.target:6g} {claim.reached:9g}{verdict}")
+        print(f"{claim.what:{width}} {sign} {claim.target:6g} {claim.reached:9g} {cpu:>9}{verdict}")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,7 +1,8 @@
 """Interleaved timing, and the environment that every row carries.
 
 Contestants take turns within a round, forwards in one and backwards in the next, so that whatever
-else the machine does hits all of them alike. Times are wall-clock milliseconds.
+else the machine does hits all of them alike. Times are milliseconds: *wall* is what counts; *cpu*, summed
+over threads, leaves out the time in which the machine ran something else.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Claim:
     target: float
     reached: float
     is_upper_bound: bool
+    reached_cpu: float | None = None  # the same by CPU time; None where nothing is timed
 
     @property
     def is_met(self) -> bool:
@@ -59,6 +61,19 @@ class Result:
 
     rows: list[dict[str, Any]]
     claims: list[Claim]
+
+
+@dataclass(frozen=True)
+class Times:
+    """What one contestant took, round by round, in milliseconds."""
+
+    wall: list[float]
+    cpu: list[float]
+
+    def spread(self) -> dict[str, float]:
+        """Return the 20th, 50th and 80th percentile, under the names that rows use."""
+        percentiles = {f"p{q}_ms": round(float(np.percentile(self.wall, q)), 3) for q in (20, 50, 80)}
+        return {**percentiles, "p50_cpu_ms": round(float(np.median(self.cpu)), 3)}
 
 
 def keep_freed_memory() -> bool:
@@ -75,30 +90,26 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(M_TRIM_THRESHOLD, 2**31 - 1) and mallopt(M_MMAP_THRESHOLD, 2**25))
 
 
-def interleaved_ms(contestants: Sequence[Contestant], repeats: int, label: str) -> dict[str, list[float]]:
-    """Return ``repeats`` times per contestant, round by round, in milliseconds.
+def interleaved_ms(contestants: Sequence[Contestant], repeats: int, label: str) -> dict[str, Times]:
+    """Return ``repeats`` times per contestant.
 
     Args:
         contestants: run once a round each, in alternating order.
         repeats: rounds that count; `NUM_WARMUP_ROUNDS` more come first.
         label: for the progress bar.
     """
-    times: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    times = {contestant.name: Times([], []) for contestant in contestants}
     gc.collect()
     for number in tqdm(range(-NUM_WARMUP_ROUNDS, repeats), desc=label, unit="round"):
         for contestant in contestants if number % 2 == 0 else reversed(contestants):
             contestant.prepare()
-            start = time.perf_counter()
+            cpu, wall = time.process_time(), time.perf_counter()
             contestant.run()
-            elapsed = time.perf_counter() - start
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             if number >= 0:
-                times[contestant.name].append(1e3 * elapsed)
+                times[contestant.name].wall.append(1e3 * wall)
+                times[contestant.name].cpu.append(1e3 * cpu)
     return times
-
-
-def spread(times: Sequence[float]) -> dict[str, float]:
-    """Return the 20th, 50th and 80th percentile, under the names that rows use."""
-    return {f"p{q}_ms": round(float(np.percentile(times, q)), 3) for q in (20, 50, 80)}
 
 
 def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float]) -> float:
@@ -111,11 +122,12 @@ def median_of_ratios(numerator: Sequence[float], denominator: Sequence[float]) -
     return float(np.median(np.divide(numerator, denominator)))
 
 
-def ratios(name: str, numerator: Sequence[float], denominator: Sequence[float]) -> dict[str, float]:
-    """Return both ratios, under the names that rows use."""
+def ratios(name: str, numerator: Times, denominator: Times) -> dict[str, float]:
+    """Return the ratios by wall clock, both ways, and by CPU time, under the names that rows use."""
     return {
-        f"{name}_median_of_ratios": round(median_of_ratios(numerator, denominator), 4),
-        f"{name}_ratio_of_medians": round(ratio_of_medians(numerator, denominator), 4),
+        f"{name}_median_of_ratios": round(median_of_ratios(numerator.wall, denominator.wall), 4),
+        f"{name}_ratio_of_medians": round(ratio_of_medians(numerator.wall, denominator.wall), 4),
+        f"{name}_cpu_median_of_ratios": round(median_of_ratios(numerator.cpu, denominator.cpu), 4),
     }
 
 

@@ -31,19 +31,31 @@ def test_a_rehearsal_writes_rows_that_stand_by_themselves(name, tmp_path, capsys
     assert all(claim.what in printed for claim in claims)
 
 
-def test_each_number_of_threads_gets_rows_and_claims_of_its_own(tmp_path, capsys):
-    before = torch.get_num_threads()
-    claims = main(["--tiny", "--only", "backward", "--out", str(tmp_path), "--repeats", "1", "--threads", "1", "2"])
+@pytest.fixture
+def stub(monkeypatch):
+    """Put one benchmark in the place of all that only says how many threads it had."""
+
+    def bench(shape, repeats):
+        row = {"threads": torch.get_num_threads()}
+        return timing.Result([row], [timing.Claim("stub", 1.0, 1.0, is_upper_bound=True)])
+
+    monkeypatch.setattr("benchmarks.run.BENCHES", {"stub": bench})
+
+
+def test_each_number_of_threads_gets_rows_and_claims_of_its_own(stub, tmp_path):
+    claims = main(["--tiny", "--out", str(tmp_path), "--threads", "1", "2"])
     (path,) = tmp_path.iterdir()
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [row["threads"] for row in rows] == [1, 1, 2, 2]
-    assert [claim.what.rsplit(", ", 1)[1] for claim in claims] == ["1 thread", "2 threads"]
-    assert torch.get_num_threads() == before
+    assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == [
+        {"threads": 1},
+        {"threads": 2},
+    ]
+    assert [claim.what for claim in claims] == ["stub, 1 thread", "stub, 2 threads"]
+    assert torch.get_num_threads() == 1  # what the tests run with
 
 
-def test_a_rehearsal_leaves_the_committed_rows_alone(monkeypatch, tmp_path):
+def test_a_rehearsal_leaves_the_committed_rows_alone(stub, monkeypatch, tmp_path):
     monkeypatch.setattr("benchmarks.run.RESULTS", tmp_path)
-    main(["--tiny", "--only", "memory"])
+    main(["--tiny"])
     assert not list(tmp_path.iterdir())
 
 
@@ -122,7 +134,8 @@ def test_contestants_take_turns_in_alternating_order():
     order = []
     contestants = [timing.Contestant(name, lambda: None, lambda name=name: order.append(name)) for name in "ab"]
     times = timing.interleaved_ms(contestants, 4, "test")
-    assert [len(times[name]) for name in "ab"] == [4, 4]
+    assert [len(times[name].wall) for name in "ab"] == [4, 4]
+    assert [len(times[name].cpu) for name in "ab"] == [4, 4]
     assert "".join(order) == "abba" * 3
 
 
