@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import backward, memory, optimizer_phase
 from benchmarks.models import FULL, TINY, Shape
-from benchmarks.timing import Claim, Result, keep_freed_memory
+from benchmarks.timing import Claim, Result
 
 BENCHES = {"memory": memory.run, "optimizer_phase": optimizer_phase.run, "backward": backward.run}
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -30,8 +30,6 @@ def main(argv: Sequence[str] | None = None) -> list[Claim]:
     args = _parse(argv)
     out = args.out or (None if args.tiny else RESULTS)
     repeats = args.repeats or (TINY_REPEATS if args.tiny else 11)
-    if not args.tiny and not keep_freed_memory():
-        print("this C library may return freed memory at every step; contestants with temporaries pay for that")
     claims = []
     for name in [args.only] if args.only else list(BENCHES):
         results = _run_with_threads(name, args.threads, TINY if args.tiny else FULL, repeats)

@@ -7,11 +7,11 @@ over threads, leaves out the time in which the machine ran something else.
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import gc
 import os
 import platform
+import resource
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +26,6 @@ from tqdm import tqdm
 import fusedopt
 
 ROOT = Path(__file__).resolve().parent.parent
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc, malloc.h; 32 MiB is the largest mmap threshold that it takes
 NUM_WARMUP_ROUNDS = 2  # the first steps create state, which is not what is measured
 
 
@@ -65,29 +64,20 @@ class Result:
 
 @dataclass(frozen=True)
 class Times:
-    """What one contestant took, round by round, in milliseconds."""
+    """What one contestant took, round by round: milliseconds, and page faults served without reading a disk."""
 
     wall: list[float]
     cpu: list[float]
+    faults: list[int]
 
     def spread(self) -> dict[str, float]:
         """Return the 20th, 50th and 80th percentile, under the names that rows use."""
         percentiles = {f"p{q}_ms": round(float(np.percentile(self.wall, q)), 3) for q in (20, 50, 80)}
-        return {**percentiles, "p50_cpu_ms": round(float(np.median(self.cpu)), 3)}
-
-
-def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed memory; return whether it does.
-
-    By default it may give temporaries back to the kernel at every step and page-fault them in again, or may
-    not, as earlier allocations have it: that alone made the plain loop take 137 or 211 ms. Kept is what
-    favours contestants with temporaries; ours allocates nothing that counts.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # another C library
-        return False
-    return bool(mallopt(M_TRIM_THRESHOLD, 2**31 - 1) and mallopt(M_MMAP_THRESHOLD, 2**25))
+        return {
+            **percentiles,
+            "p50_cpu_ms": round(float(np.median(self.cpu)), 3),
+            "p50_page_faults": round(float(np.median(self.faults))),
+        }
 
 
 def interleaved_ms(contestants: Sequence[Contestant], repeats: int, label: str) -> dict[str, Times]:
@@ -98,17 +88,18 @@ def interleaved_ms(contestants: Sequence[Contestant], repeats: int, label: str) 
         repeats: rounds that count; `NUM_WARMUP_ROUNDS` more come first.
         label: for the progress bar.
     """
-    times = {contestant.name: Times([], []) for contestant in contestants}
+    times = {contestant.name: Times([], [], []) for contestant in contestants}
     gc.collect()
     for number in tqdm(range(-NUM_WARMUP_ROUNDS, repeats), desc=label, unit="round"):
         for contestant in contestants if number % 2 == 0 else reversed(contestants):
             contestant.prepare()
-            cpu, wall = time.process_time(), time.perf_counter()
+            faults, cpu, wall = _page_faults(), time.process_time(), time.perf_counter()
             contestant.run()
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            wall, cpu, faults = time.perf_counter() - wall, time.process_time() - cpu, _page_faults() - faults
             if number >= 0:
                 times[contestant.name].wall.append(1e3 * wall)
                 times[contestant.name].cpu.append(1e3 * cpu)
+                times[contestant.name].faults.append(faults)
     return times
 
 
@@ -139,11 +130,16 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_1min": round(os.getloadavg()[0], 2),
         "torch": torch.__version__.split("+")[0],
+        "malloc": " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("MALLOC_")) or "defaults",
         "python": platform.python_version(),
         "fusedopt": fusedopt.__version__,
         "commit": _commit(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _cpu_name() -> str:

@@ -11,7 +11,18 @@ from benchmarks.models import TINY, make_llama
 from benchmarks.run import BENCHES, main
 from fusedopt.layout import ALIGNMENT
 
-ENVIRONMENT = {"device", "cpu_capability", "threads", "load_1min", "torch", "python", "fusedopt", "commit", "date"}
+ENVIRONMENT = {
+    "device",
+    "cpu_capability",
+    "threads",
+    "load_1min",
+    "torch",
+    "malloc",
+    "python",
+    "fusedopt",
+    "commit",
+    "date",
+}
 
 
 @pytest.mark.parametrize("name", list(BENCHES))
