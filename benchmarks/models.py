@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SLOW_BF16 = ("DEFAULT", "NO AVX", "AVX2")
@@ -56,14 +56,14 @@ def numel(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-class _LinearThroughFp32(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is functional.linear and args[0].dtype is torch.bfloat16:
-            wide = (a if a is None else a.float() for a in args)
-            return func(*wide, **(kwargs or {})).bfloat16()
-        return func(*args, **(kwargs or {}))
+def _through_fp32(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def run(first: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        if first.dtype is not torch.bfloat16:
+            return product(first, *others, **named)
+        wide = [tensor if tensor is None else tensor.float() for tensor in (first, *others, *named.values())]
+        return product(*wide).bfloat16()
+
+    return run
 
 
 def is_bf16_slow() -> bool:
@@ -71,9 +71,15 @@ def is_bf16_slow() -> bool:
     return torch.backends.cpu.get_cpu_capability() in SLOW_BF16
 
 
-def linears_as_fast_as_fp32() -> AbstractContextManager[object]:
+@contextmanager
+def linears_as_fast_as_fp32() -> Iterator[None]:
     """Return a context in which bf16 linear layers multiply in fp32 where bf16 products would be ten times slower.
 
-    Slow products would hide whatever a wrapper adds to a backward.
+    Slow products would hide whatever a wrapper adds to a backward. ``matmul`` is the input gradient of fused layers.
     """
-    return _LinearThroughFp32() if is_bf16_slow() else nullcontext()
+    if not is_bf16_slow():
+        yield
+        return
+    linear, matmul = _through_fp32(functional.linear), _through_fp32(torch.Tensor.matmul)
+    with mock.patch.object(functional, "linear", linear), mock.patch.object(torch.Tensor, "matmul", matmul):
+        yield

@@ -15,11 +15,16 @@ from typing import Any
 
 import torch
 
-from benchmarks import backward, memory, optimizer_phase
+from benchmarks import backward, fused_linear, memory, optimizer_phase
 from benchmarks.models import FULL, TINY, Shape
 from benchmarks.timing import Claim, Result
 
-BENCHES = {"memory": memory.run, "optimizer_phase": optimizer_phase.run, "backward": backward.run}
+BENCHES = {
+    "memory": memory.run,
+    "optimizer_phase": optimizer_phase.run,
+    "backward": backward.run,
+    "fused_linear": fused_linear.run,
+}
 RESULTS = Path(__file__).resolve().parent / "results"
 MIN_REPEATS = 9  # what a median that is reported rests on, at least
 TINY_REPEATS = 3

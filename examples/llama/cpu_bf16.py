@@ -7,29 +7,36 @@ the forward and (through autograd, which rounds each gradient to bf16) in the ba
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 SLOW_BF16 = ("DEFAULT", "NO AVX", "AVX2")  # torch.backends.cpu.get_cpu_capability()
 
 
-class _LinearThroughFp32(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        # matmul is FusedLinear's input gradient, which runs in Python
-        if func in (functional.linear, torch.Tensor.matmul) and args[0].dtype is torch.bfloat16:
-            wide = (a if a is None else a.float() for a in args)
-            return func(*wide, **(kwargs or {})).bfloat16()
-        return func(*args, **(kwargs or {}))
+def _through_fp32(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def run(first: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        if first.dtype is not torch.bfloat16:
+            return product(first, *others, **named)
+        wide = [tensor if tensor is None else tensor.float() for tensor in (first, *others, *named.values())]
+        return product(*wide).bfloat16()
+
+    return run
 
 
-def fast_bf16_linears(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which bf16 linear layers on ``device`` are not needlessly slow."""
-    slow = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in SLOW_BF16
-    return _LinearThroughFp32() if slow else nullcontext()
+@contextmanager
+def fast_bf16_linears(device: torch.device) -> Iterator[None]:
+    """Return a context in which bf16 linear layers on ``device`` are not needlessly slow.
+
+    Replaces two functions of torch: what nn.Linear calls, and what FusedLinear calls for its input's gradient.
+    """
+    if device.type != "cpu" or torch.backends.cpu.get_cpu_capability() not in SLOW_BF16:
+        yield
+        return
+    linear, matmul = _through_fp32(functional.linear), _through_fp32(torch.Tensor.matmul)
+    with mock.patch.object(functional, "linear", linear), mock.patch.object(torch.Tensor, "matmul", matmul):
+        yield

@@ -16,6 +16,9 @@ def curve_of(tmp_path_factory):
     """Return a function from flags to the evaluation curve of a three-step run on a tiny base."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLE)
+        # Also on machines with bf16 instructions: take the road of those without.
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+        import cpu_bf16
         import finetune
         from layers import LayerArguments
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -34,7 +37,8 @@ def curve_of(tmp_path_factory):
 
         def curve(**flags):
             layers = LayerArguments(**flags)
-            run = finetune.finetune(finetune.FUSEDOPT_BF16, output / "base", iter(tokens), tokens[-1], args, layers)
+            with cpu_bf16.fast_bf16_linears(torch.device("cpu")):  # as the script does
+                run = finetune.finetune(finetune.FUSEDOPT_BF16, output / "base", iter(tokens), tokens[-1], args, layers)
             return run.curve
 
         yield curve
