@@ -170,6 +170,7 @@ def run(shape: Shape, repeats: int) -> Result:
     result = Result([], [])
     for is_clipping, grads in grads_of.items():
         contestants = [_contestant(name, loop, grads) for name, loop in loops.items()]
+        env = environment()  # the load before we add to it
         label = "clipping" if is_clipping else "not clipping"
         times = interleaved_ms(contestants, repeats, f"optimizer phase, {label}")
         common = {
@@ -181,7 +182,6 @@ def run(shape: Shape, repeats: int) -> Result:
             "is_clipping": is_clipping,
             "repeats": repeats,
         }
-        env = environment()
         result.rows.extend({**common, **_row(name, times, num_params, is_clipping), **env} for name in loops)
         result.claims.extend(_claims(result.rows[-len(loops)], label))
     return result
