@@ -195,6 +195,55 @@ def test_inner_state_is_float32_and_training_goes_on_bit_equal_after_a_load(name
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "AdamW foreach", "SGD momentum", "RMSprop"])
+def test_state_that_an_optimizer_had_before_wrapping_becomes_float32_and_step_counts_stay(name, dtype):
+    model = make_model(dtype)
+    inner = OPTIMIZERS[name](with_lr(groups_of(model, name)))
+    loss_of(model, 0).backward()
+    inner.step()
+    model.zero_grad()
+    for state in inner.state.values():  # bare fp16 training is no source of finite numbers
+        for value in state.values():
+            if value.dtype is dtype:
+                value.uniform_()
+    before = {param: {key: value.clone() for key, value in state.items()} for param, state in inner.state.items()}
+    assert any(value.dtype is dtype for state in before.values() for value in state.values())
+    optimizer = FusedMainGradOptimizer(inner)
+    assert_inner_state_is_float32(optimizer)
+    assert {id(param) for param in optimizer.state} == {id(param) for param in before}
+    for param, state in before.items():
+        assert_bit_equal(list(optimizer.state[param].values()), [value.float() for value in state.values()])
+    unwrapped = optimizer.unwrap()
+    for param, state in before.items():
+        assert_bit_equal(list(unwrapped.state[param].values()), list(state.values()))
+
+
+class DecaysAll(torch.optim.SGD):
+    """Moves every parameter, with or without a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.mul_(0.9)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_a_main_param_that_moved_without_a_gradient_reaches_the_model(dtype):
+    model = make_model(dtype)
+    optimizer = FusedMainGradOptimizer(DecaysAll(model.parameters(), lr=0.1))
+    main = model.never.weight.detach().float()
+    for number in range(3):
+        loss_of(model, number).backward()
+        assert model.never.weight.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+        main = main * 0.9
+        assert_bit_equal([model.never.weight.detach()], [main.to(dtype)])
+        assert_is_rounded_main_param(optimizer)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_an_inner_closure_is_evaluated_at_the_rounded_main_params_bit_equal_to_the_twin(line_search, dtype):
     settings = {"lr": 0.3, "max_iter": 4, "line_search_fn": line_search}

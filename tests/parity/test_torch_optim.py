@@ -193,18 +193,63 @@ def test_wrapped_ends_bit_equal_to_bare(case):
     train_side_by_side(*case)
 
 
+@pytest.fixture
+def roads(monkeypatch):
+    """The roads that the steps of the test took, in order."""
+    taken = []
+    for road in ("on_host", "on_device"):
+        real = getattr(Clip, road)
+        monkeypatch.setattr(Clip, road, lambda self, *a, real=real, road=road: (taken.append(road), real(self, *a))[1])
+    return taken
+
+
 FUSED = [case for case in CASES if case[1].get("fused")]
 
 
 @pytest.mark.parametrize("case", FUSED, ids=case_id)
-def test_a_fused_optimizer_takes_the_road_without_a_host_read_but_for_steps_that_create_state(case, monkeypatch):
-    roads = []
-    for road in ("on_host", "on_device"):
-        real = getattr(Clip, road)
-        monkeypatch.setattr(Clip, road, lambda self, *a, real=real, road=road: (roads.append(road), real(self, *a))[1])
+def test_a_fused_optimizer_takes_the_road_without_a_host_read_but_for_steps_that_create_state(case, roads):
     train_side_by_side(*case, num_steps=6)
     late = LATE if can_start_late(*case) else 0
     assert roads == ["on_host" if number in (0, late) else "on_device" for number in range(6)]  # these create state
+
+
+def test_after_loading_a_state_from_before_the_first_step_the_next_step_is_decided_on_the_host(roads):
+    model = make_model(late=0)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    wrapped = FusedMainGradOptimizer(inner)
+    empty = wrapped.state_dict()
+    for number in range(2):
+        backward(model, number)
+        wrapped.step()
+        wrapped.zero_grad()
+    wrapped.load_state_dict(empty)
+    weight = model.hidden.weight
+    backward(model, 2)
+    weight.grad[0, 0] = float("inf")
+    wrapped.step()
+    with pytest.warns(RuntimeWarning, match="skipped because a gradient held inf or nan"):
+        assert wrapped.skipped_steps == 1
+    assert wrapped.state[weight].get("momentum_buffer") is None  # the fused kernel would leave one uninitialised
+    wrapped.zero_grad()
+    backward(model, 2)
+    wrapped.step()
+    assert_bit_equal([wrapped.state[weight]["momentum_buffer"]], [weight.grad])
+    assert roads == ["on_host", "on_device", "on_host", "on_host"]
+
+
+@pytest.mark.parametrize("case", FUSED, ids=case_id)
+def test_what_a_fused_step_is_told_on_the_device_does_not_stay_with_the_inner_optimizer(case, roads):
+    cls, settings = case
+    model = make_model(late=LATE if can_start_late(*case) else 0)
+    inner = cls(params_for(cls, model), **settings)
+    wrapped = FusedMainGradOptimizer(inner, max_grad_norm=0.01)
+    for number in range(LATE + 1):
+        backward(model, number)
+        wrapped.step()
+        wrapped.zero_grad()
+        assert wrapped.grad_norm > 0.01
+        assert not {"grad_scale", "found_inf"} & set(vars(inner))
+    assert "on_device" in roads
 
 
 @pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls not in ELSEWHERE], ids=lambda cls: cls.__name__)

@@ -434,6 +434,24 @@ def test_a_scheduler_that_cycles_momentum_was_followed():
     assert len(seen) == 6
 
 
+def test_one_scheduler_on_several_inner_optimizers_drives_each_as_one_of_its_own():
+    bare_model, model = make_model(), make_model()
+    bares, optimizer = adamw_and_muon(bare_model), FusedMainGradOptimizer(adamw_and_muon(model))
+    bare_schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(bare, T_max=5) for bare in bares]
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
+    for number in range(5):
+        backward(bare_model, number)
+        for bare, bare_scheduler in zip(bares, bare_schedulers, strict=True):
+            bare.step()
+            bare_scheduler.step()
+        bare_model.zero_grad()
+        train(model, optimizer, [number])
+        scheduler.step()
+        assert_equal_parameters(model, bare_model)
+        assert hyper_parameters(optimizer) == [group for bare in bares for group in hyper_parameters(bare)]
+    assert optimizer.param_groups[0]["lr"] < 0.001
+
+
 # -- hyper-parameters
 
 
@@ -668,6 +686,38 @@ def test_a_frozen_parameter_cannot_join_a_second_inner_optimizer():
     train(model, optimizer, range(3))
     optimizer.add_param_group({"params": [model[2].bias], "inner": 1})
     assert [len(inner.param_groups) for inner in inners] == [1, 2]
+
+
+# -- what the inner optimizer sees
+
+
+class Records(torch.optim.SGD):
+    """Keeps what its parameters look like inside step()."""
+
+    def step(self, closure=None):
+        self.seen = [(param, param.grad, dict(vars(param))) for param in self.param_groups[0]["params"]]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_inner_optimizer_sees_main_params_with_main_grad_and_the_parameters_own_attributes(dtype):
+    model = make_model(dtype)
+    params = list(model.parameters())
+    params[0].is_embedding = "yes"
+    optimizer = FusedMainGradOptimizer(Records(params, lr=0.1))
+    for number in range(3):
+        backward(model, number)
+        params[3].grad = None
+        optimizer.step()
+        for param, (main_param, grad, attributes) in zip(params, optimizer.seen, strict=True):
+            assert isinstance(main_param, nn.Parameter)
+            assert main_param.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+            assert main_param.shape == param.shape
+            assert grad is (None if param is params[3] else param.main_grad)
+            assert (main_param is param) == (dtype in (torch.float64, torch.float32))  # no second copy
+            assert ("is_embedding" in attributes) == (param is params[0])
+            assert attributes["main_grad"] is param.main_grad
+        optimizer.zero_grad()
 
 
 # -- the rest of the object
