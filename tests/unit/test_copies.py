@@ -176,6 +176,21 @@ def test_a_copy_before_the_first_step_trains_as_the_original(way):
     assert torch.isfinite(net.first.weight).all()
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_a_copy_made_after_edits_from_outside_starts_from_them(dtype, way):
+    net = Net(dtype)
+    optimizer = FusedMainGradOptimizer(adamw(net))
+    train(net, optimizer, range(3))
+    with torch.no_grad():
+        net.first.weight[0].fill_(0.5)
+    copied_net, copied = way((net, optimizer))
+    for each in ((net, optimizer), (copied_net, copied)):
+        train(*each, range(3, 6))
+    assert torch.isfinite(net.first.weight).all()
+    assert everything(net, optimizer) == everything(copied_net, copied)
+
+
 @pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], muon_and_adamw])
 def test_a_scheduler_copied_along_drives_the_copy(make):
     net = Net()

@@ -204,6 +204,19 @@ def test_a_resumed_run_is_bit_equal_to_the_uninterrupted_one(dtypes, make, order
     assert everything(resumed) == everything(uninterrupted)
 
 
+@pytest.mark.parametrize("order", LOAD_ORDERS)
+@pytest.mark.parametrize("dtypes", [DTYPES[d] for d in LOW], ids=LOW)
+def test_edits_from_outside_that_no_step_has_seen_yet_are_resumed_from(dtypes, order):
+    uninterrupted = start(dtypes, OPTIMIZERS["AdamW loop"])
+    after_outside_edits(uninterrupted)
+    saved = through_a_file({"model": uninterrupted.net.state_dict(), "optimizer": uninterrupted.optimizer.state_dict()})
+    train(uninterrupted, range(3, 6))
+    assert_is_finite_and_trained(uninterrupted)
+    resumed = resume(dtypes, OPTIMIZERS["AdamW loop"], order, saved["model"], saved["optimizer"])
+    train(resumed, range(3, 6))
+    assert everything(resumed) == everything(uninterrupted)
+
+
 @pytest.mark.parametrize("dtypes", [DTYPES[d] for d in ("bf16", "fp16")], ids=["bf16", "fp16"])
 def test_the_model_alone_could_not_have_resumed(dtypes):
     run = start(dtypes, OPTIMIZERS["AdamW loop"])
@@ -648,6 +661,20 @@ def test_state_that_is_neither_tensor_nor_builtin_raises_by_name_at_save(thing, 
     run.optimizer.state_dict()
     train(run, range(3))
     with pytest.raises(TypeError, match=rf"parameter scale, 'keeper'.*{named}.*weights_only"):
+        run.optimizer.state_dict()
+
+
+@pytest.mark.parametrize("place", ["hyper-parameter", "own format", "key"])
+def test_what_weights_only_loading_does_not_read_raises_at_save_wherever_it_is(place):
+    net = Net(DTYPES["bf16"])
+    inner = (OwnFormat if place == "own format" else torch.optim.SGD)(net.parameters(), lr=0.1)
+    run = Run(net, [inner], FusedMainGradOptimizer(inner))
+    run.optimizer.state_dict()
+    if place == "key":
+        inner.state[Thing()]["count"] = 1
+    else:
+        inner.param_groups[0]["thing"] = Thing()
+    with pytest.raises(TypeError, match=r"Thing.*weights_only"):
         run.optimizer.state_dict()
 
 
