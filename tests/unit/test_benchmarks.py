@@ -33,7 +33,7 @@ def test_a_rehearsal_writes_rows_that_stand_by_themselves(name, tmp_path, capsys
     assert rows
     for row in rows:
         assert row["bench"] == name
-        assert row.keys() >= ENVIRONMENT | {"model", "num_params", "dtype"}
+        assert row.keys() >= ENVIRONMENT | {"model", "dtype"}
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
         if "p50_ms" in row:
             assert 0 < row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"]
