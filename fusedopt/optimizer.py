@@ -311,7 +311,8 @@ class FusedMainGradOptimizer(Optimizer):
         self._inner.agree(self.param_groups)
         state_dict = self._state_dicts().pack()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = post_hook(self, state_dict) or state_dict
+            replaced = post_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -325,7 +326,8 @@ class FusedMainGradOptimizer(Optimizer):
         """
         state_dict = copy_for_hooks(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
         state_dicts = self._state_dicts()
         state_dicts.check(state_dict)
         state_dicts.unpack(state_dict)
