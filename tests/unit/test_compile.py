@@ -198,6 +198,27 @@ def test_autograd_grad_in_compiled_code_leaves_main_grad_untouched():
     assert torch.equal(layer.weight.main_grad, before)
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.float16])
+def test_autocast_over_any_weights_compiles_to_the_eager_sums(weights):
+    results = []
+    for compiles in (False, True):
+        torch.manual_seed(4)
+        layer = FusedLinear(8, 8, dtype=weights)
+        with torch.no_grad():
+            for param in layer.parameters():
+                param.copy_(integers(*param.shape, limit=2))
+        _optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+        call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiles else layer
+        for _ in range(2):
+            x = integers(4, 8, dtype=torch.float32).requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                output = call(x)
+            assert output.dtype is torch.bfloat16
+            output.float().square().sum().backward()
+        results.append([output.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())])
+    assert_same(*reversed(results))
+
+
 def test_a_gradient_set_by_hand_counts_in_compiled_code():
     layer = FusedLinear(8, 8, bias=False, dtype=torch.bfloat16)
     _optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))

@@ -287,6 +287,63 @@ def test_the_fast_option_rounds_each_product_once_and_tiles_it():
     assert torch.equal(overwritten, (grad_output.t() @ x).float())
 
 
+class CountProducts(TorchDispatchMode):
+    """The matrix products that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "mm" in func.overloadpacket.__name__:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("ask", "expected"),
+    [
+        (lambda loss, x, layer: loss.backward(), ["mm", "addmm_"]),
+        (lambda loss, x, layer: torch.autograd.grad(loss, [x]), ["mm"]),
+        (lambda loss, x, layer: loss.backward(inputs=[x]), ["mm"]),
+        (lambda loss, x, layer: loss.backward(inputs=[layer.bias]), ["mm"]),
+    ],
+)
+def test_no_weight_product_runs_that_nobody_asked_for(ask, expected):
+    layer, _optimizer = wrapped_layer()
+    x = integers(4, 8).requires_grad_()
+    loss = layer(x).float().sum()
+    with CountProducts() as products:
+        ask(loss, x, layer)
+    assert products.names == expected
+
+
+def test_n9_a_frozen_base_runs_no_weight_product():
+    """ms-swift#9790: fused backward of a frozen weight looked for main_grad, which it has not."""
+
+    class Linear(MainGradFunction):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            x, weight = ctx.saved_tensors
+            return grad_output @ weight, MainGradFunction.addmm_to_main_grad(ctx, weight, grad_output, x)
+
+    base, adapter = nn.Parameter(integers(6, 8), requires_grad=False), nn.Parameter(integers(6, 8))
+    optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD([base, adapter], lr=0.1))
+    loss = (Linear.apply(integers(4, 8).requires_grad_(), base) * adapter.sum()).float().sum()
+    with CountProducts() as products:
+        loss.backward()
+    assert products.names == ["mm"]
+    assert not hasattr(base, "main_grad")
+    assert base.grad is None
+    assert adapter.grad is adapter.main_grad
+    optimizer.step()
+
+
 class Largest(TorchDispatchMode):
     """The most elements of any tensor that an operation returned, in bytes, tensors passed in left out."""
 
@@ -357,7 +414,7 @@ def test_non_contiguous_inputs_and_odd_channels():
     assert torch.equal(layer.weight.grad.double(), exact)
 
 
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("inside", [True, False])
 def test_autocast_gives_the_bits_of_linear_and_the_same_input_gradient(weights, inside):
     torch.manual_seed(0)
