@@ -10,6 +10,7 @@ from fusedopt.layout import ALIGNMENT, ROW_NUMEL
 
 MIB = 2**20
 SMALL_TENSORS = 64  # the norm, the found_inf flag and the counter of the last step: 0-d, 16 bytes
+TOKEN = 8  # per parameter, 0-d int64: by which compiled code names it; the report leaves it out
 
 
 def layers(dtype):
@@ -31,14 +32,20 @@ def test_bytes_per_parameter_are_those_of_the_formula(dtype):
     step_counts = 4 * bytes_at["num_tensors"]
     assert bytes_at["num_params"] * 4 > 3 * bytes_at["bucket_mib"] * MIB  # several buckets, or their sum says little
     extra = bytes_at["stepped_bytes"] - exact
-    assert step_counts <= extra <= step_counts + most_padding_bytes(bytes_at) + SMALL_TENSORS
+    assert (
+        step_counts
+        <= extra
+        <= step_counts + most_padding_bytes(bytes_at) + SMALL_TENSORS + TOKEN * bytes_at["num_tensors"]
+    )
     assert most_padding_bytes(bytes_at) < 0.01 * exact
 
 
 @pytest.mark.parametrize("dtype", list(FORMULA))
 def test_memory_report_says_what_was_allocated(dtype):
     bytes_at = measure(lambda: layers(dtype), bucket_mib=2)
-    assert 0 <= bytes_at["stepped_bytes"] - bytes_at["reported_bytes"] <= SMALL_TENSORS
+    assert (
+        0 <= bytes_at["stepped_bytes"] - bytes_at["reported_bytes"] <= SMALL_TENSORS + TOKEN * bytes_at["num_tensors"]
+    )
 
 
 @pytest.mark.parametrize("dtype", list(FORMULA))
