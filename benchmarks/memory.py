@@ -40,9 +40,16 @@ class LiveTensors:
 
 def _storages() -> dict[int, torch.UntypedStorage]:
     gc.collect()
-    tensors = [obj for obj in gc.get_objects() if issubclass(type(obj), Tensor) and not obj.is_meta]
+    tensors = [obj for obj in gc.get_objects() if issubclass(type(obj), Tensor) and not _is_without_memory(obj)]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.layout is torch.strided}
+
+
+def _is_without_memory(tensor: Tensor) -> bool:
+    """Whether this is a meta tensor, or one of those that a compiler traces with and leaves behind."""
+    if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
+        return True
+    return torch._is_functional_tensor(tensor)
 
 
 def peak_nbytes(action: Callable[[], object]) -> tuple[int, int]:
