@@ -82,8 +82,8 @@ class MainGradFunction(torch.autograd.Function, metaclass=_Meta):
 
         Returns:
             What ``backward`` must return for the weight: None; or ``grad`` where autograd asked for it
-            (`torch.autograd.grad`, ``create_graph``), the weight arrived detached from its Parameter
-            (reentrant checkpoint, as an argument), or it has no main_grad.
+            (`torch.autograd.grad`, ``create_graph``), the weight has hooks that are to see it, arrived detached
+            from its Parameter (reentrant checkpoint, as an argument), or has no main_grad.
         """
         where = _destination(ctx, weight)
         if where is Destination.RETURN:
@@ -133,7 +133,10 @@ def _destination(ctx: Any, weight: Tensor) -> Destination:
     leaf = next((fn for fn, _ in ctx.next_functions if getattr(fn, "variable", None) is weight), None)
     if leaf is None:  # computed from a Parameter, or cast by custom_fwd: autograd carries it on
         return Destination.RETURN
-    return destination_of(leaf, weight)
+    destination = destination_of(leaf, weight)
+    if destination is Destination.ACCUMULATE and weight._backward_hooks:  # a user's hook is to see the gradient
+        return Destination.RETURN
+    return destination
 
 
 def destination_of(leaf: Any, weight: Tensor) -> Destination:
@@ -167,7 +170,8 @@ def _returned(weight: Tensor, grad: Tensor) -> Tensor:
 
 
 def _returned_product(weight: Tensor, grad_output: Tensor, input: Tensor, exact: bool) -> Tensor:
-    if not _is_detached(weight) or torch.is_grad_enabled():
+    goes_to_main_grad = _is_detached(weight) or getattr(weight, "main_grad", None) is not None
+    if torch.is_grad_enabled() or not goes_to_main_grad:
         return grad_output.t().mm(input)
     fresh = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
     _backend().wgrad_accumulate_(fresh, grad_output, input, accumulate=False, exact=exact)

@@ -177,8 +177,8 @@ class FusedMainGradOptimizer(Optimizer):
         self._window.check_kept()
 
     def _finish_window(self, num_micro_batches: int) -> None:
+        self._update.begin(self.param_groups)  # what it raises can be mended, and the window stays for the next call
         try:
-            self._update.begin(self.param_groups)
             self._average(num_micro_batches)
             self._update.apply(self.param_groups)
         finally:

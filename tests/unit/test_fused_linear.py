@@ -499,6 +499,20 @@ def test_hooks_fire_once_per_backward_and_see_main_grad():
     assert seen == [True]
 
 
+def test_tensor_hooks_see_the_micro_batch_gradient_of_fused_weights_in_float32():
+    layer = FusedLinear(1, 1, dtype=torch.bfloat16)
+    seen = []
+    layer.weight.register_hook(lambda grad: seen.append((grad.dtype, grad.item())))
+    layer.bias.register_hook(lambda grad: seen.append((grad.dtype, grad.item())))
+    _optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+    x = torch.tensor([[256.0], [1.0]], dtype=torch.bfloat16)
+    for _ in range(2):
+        layer(x).sum().backward()
+    assert sorted(seen, key=lambda pair: pair[1]) == [(torch.float32, 2.0)] * 2 + [(torch.float32, 257.0)] * 2
+    assert layer.weight.grad is layer.weight.main_grad
+    assert layer.weight.grad.item() == 514.0
+
+
 def test_deepcopy_trains_on_its_own_main_grad():
     layer, optimizer = wrapped_layer()
     other, other_optimizer = copy.deepcopy((layer, optimizer))

@@ -247,3 +247,21 @@ def test_closures_count_as_micro_batches():
         losses.append(optimizer.step(closure))
     assert param[0].item() == -4.0
     assert losses == [0.0, 0.0, -16.0, -16.0]
+
+
+def test_a_mistake_that_can_be_mended_does_not_lose_the_window():
+    param = vector()
+    inner = torch.optim.SGD([("w", param)], lr=1.0)
+    optimizer = fusedopt.FusedMainGradOptimizer(inner, gradient_accumulation_steps=2)
+    for factor in (1.0, 3.0):
+        (param * factor).sum().backward()
+        if factor == 1.0:
+            optimizer.step()
+    optimizer.param_groups[0]["lr"], inner.param_groups[0]["lr"] = 2.0, 3.0
+    with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['lr'\] was changed on both sides"):
+        optimizer.step()
+    assert not optimizer.window_ends
+    inner.param_groups[0]["lr"] = 2.0
+    optimizer.step()
+    assert optimizer.window_ends
+    assert param[0].item() == -4.0
