@@ -68,7 +68,8 @@ def _loss(model: nn.Module, x: Tensor) -> Tensor:
 def backward_peak(model: nn.Module, x: Tensor, num_micro_batches: int, clear: Callable[[], None]) -> int:
     """Return how many bytes the last backward of a window holds at most beyond those before it."""
     clear()
-    window(model, x, num_micro_batches - 1)
+    with linears_as_fast_as_fp32():
+        window(model, x, num_micro_batches - 1)
     loss = _loss(model, x)
     peak, _ = peak_nbytes(loss.backward)  # type: ignore[arg-type]
     return peak

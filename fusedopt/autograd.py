@@ -107,7 +107,7 @@ class MainGradFunction(torch.autograd.Function, metaclass=_Meta):
             weight: ``[out, in]``, from ``ctx.saved_tensors``; an input of ``forward``.
             grad_output: ``[*, out]``. Read.
             input: ``[*, in]``, dtype of ``grad_output``. Read.
-            exact: sum over tokens in fp32; else round the product to the operands' dtype first, tile by tile.
+            exact: sum over tokens in fp32; False allows to round the product first, see `torch_ops`.
 
         Returns:
             As `add_to_main_grad`. No product is formed where autograd does not ask for the weight's gradient.

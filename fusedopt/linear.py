@@ -43,8 +43,8 @@ def fused_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, e
         weight: ``[out, in]``. Without a main_grad, frozen, or under ``torch.func`` and forward-mode AD this is
             ``F.linear`` itself.
         bias: ``[out]``, or None.
-        exact: sum over tokens in fp32. False rounds each tile of the product to the operands' dtype before it is
-            added, as ``nn.Linear`` rounds the whole: a choice for CPUs with fast bf16 products.
+        exact: sum over tokens in fp32. False allows to round each tile of the product to bf16 before it is added, as
+            ``nn.Linear`` rounds the whole: done where it is faster, on CPUs with bf16 instructions.
     """
     if not _fuses(weight):
         return F.linear(input, weight, bias)

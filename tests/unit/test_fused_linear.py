@@ -270,7 +270,8 @@ def test_wgrad_sums_are_float32_and_a_rounded_product_would_be_caught(dtype, acc
         assert ((rounded - exact).abs() > bound).any()
 
 
-def test_the_fast_option_rounds_each_product_once_and_tiles_it():
+def test_the_fast_option_rounds_each_product_once_and_tiles_it(monkeypatch):
+    monkeypatch.setattr(torch_ops, "multiplies_bfloat16", lambda: True)
     torch.manual_seed(0)
     rows = 2 * torch_ops.TILE_ROWS + 3
     grad_output, x = torch.randn(16, rows).bfloat16(), torch.randn(16, 5).bfloat16()
@@ -285,6 +286,17 @@ def test_the_fast_option_rounds_each_product_once_and_tiles_it():
     overwritten = torch.full_like(main_grad, math.nan)
     torch_ops.wgrad_accumulate_(overwritten, grad_output, x, accumulate=False, exact=False)
     assert torch.equal(overwritten, (grad_output.t() @ x).float())
+
+
+def test_the_fast_option_does_not_round_where_rounding_is_slower(monkeypatch):
+    monkeypatch.setattr(torch_ops, "multiplies_bfloat16", lambda: False)
+    torch.manual_seed(0)
+    grad_output, x = torch.randn(64, 9).bfloat16(), torch.randn(64, 17).bfloat16()
+    sums = [torch.zeros(9, 17), torch.zeros(9, 17)]
+    for main_grad, exact in zip(sums, (True, False), strict=True):
+        torch_ops.wgrad_accumulate_(main_grad, grad_output, x, accumulate=True, exact=exact)
+    assert torch.isfinite(sums[0]).all()
+    assert torch.equal(*sums)
 
 
 class CountProducts(TorchDispatchMode):
@@ -362,7 +374,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_no_full_size_product_is_formed(exact, accumulate):
+def test_no_full_size_product_is_formed(exact, accumulate, monkeypatch):
+    monkeypatch.setattr(torch_ops, "multiplies_bfloat16", lambda: True)
     tokens, out, n_in = 4, 4 * torch_ops.TILE_ROWS, 64
     grad_output, x = integers(tokens, out), integers(tokens, n_in)
     main_grad = torch.zeros(out, n_in)
