@@ -158,7 +158,7 @@ class Entry:
             vars(param).pop(attribute, None)
         param.grad_dtype = param.dtype if self._grad_dtype_before is self.slot.dtype else self._grad_dtype_before
         if grad is not None and grad.shape == param.shape:
-            param.grad = grad.detach().to(param.grad_dtype, copy=True)
+            param.grad = grad.detach().to(param.grad_dtype or param.dtype, copy=True)
 
     def was_edited_outside(self) -> bool:
         """Return whether the model parameter was written or rebound since the last `mark_synced`."""
