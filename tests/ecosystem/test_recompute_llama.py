@@ -186,9 +186,10 @@ def test_a_cache_is_not_written_twice_and_generation_still_uses_it():
     ids = torch.randint(0, 64, (1, 8))
     want = model(input_ids=ids, labels=ids, use_cache=False).loss.item()
     recompute.apply(model, "full")
-    loss = model(input_ids=ids, labels=ids, use_cache=True).loss
-    loss.backward()
-    assert loss.item() == want
+    outputs = model(input_ids=ids, labels=ids, use_cache=True)
+    outputs.loss.backward()
+    assert outputs.loss.item() == want
+    assert outputs.cache.get_seq_length() == 0  # 16 if forward and recomputation had both written it
     model.eval()
     with torch.no_grad():
         assert model(input_ids=ids, use_cache=True).cache.get_seq_length() == 8
