@@ -453,6 +453,19 @@ def test_autocast_gives_the_bits_of_linear_and_the_same_input_gradient(weights, 
     assert layer.weight.grad is layer.weight.main_grad
 
 
+def test_a_backward_called_under_autocast_does_not_round_a_float32_layer():
+    layer, _optimizer = wrapped_layer(1, 1, bias=False, dtype=torch.float32)
+    with torch.no_grad():
+        layer.weight.fill_(257.0)  # 256 in bf16
+    for window in range(1, 4):
+        x = torch.full((1, 1), 257.0, requires_grad=True)
+        loss = layer(x).sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+        assert x.grad.item() == 257.0
+        assert layer.weight.grad.item() == 257.0 * window
+
+
 @pytest.mark.parametrize("order", ["fused, plain", "plain, fused", "fused, plain, fused"])
 @pytest.mark.parametrize("clear", ["optimizer", "model", "param"])
 def test_fused_and_plain_uses_of_one_weight_in_one_backward_add_up(order, clear):
