@@ -1,0 +1,227 @@
+"""Run a function on several ranks: fresh processes and a fresh gloo group each time, about 0.1 s a launch.
+
+    results = run(fn, world_size, *args)        # fn(rank, *args) on every rank; results by rank
+
+Ranks are forked from a server that has imported torch and nothing else of ours, so no hook, group or setting
+outlives a launch. On every rank warnings are errors, and so is an exception that Python could only print.
+A launch that fails says what every rank did last: its output, and its stacks where it had to be stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GRACE_SECONDS = 5.0
+"""How long the other ranks have to report once one has failed; gloo tells them as soon as its sockets close."""
+
+_STACKS_SECONDS = 2.0
+_PRELOAD = ["torch", "torch.distributed.fsdp.sharded_grad_scaler", "torch.utils.checkpoint", "pytest"]
+
+_report: connection.Connection | None = None  # of this process, if it is a rank
+
+
+class RankError(Exception):
+    """What happened on the ranks of a failed launch; the cause of the exception that `run` raises."""
+
+
+def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Call ``fn(rank, *args)`` on ``world_size`` ranks and return the results by rank.
+
+    Args:
+        fn: a function of a test module (a rank imports it by name).
+        world_size: ranks in the default process group, gloo.
+        args: picklable, as is the result.
+        timeout: seconds, after which the stacks of all ranks are printed and the launch fails.
+
+    Raises:
+        Exception: the one that came first on any rank, of its own type; `RankError` behind it tells of all ranks.
+        TimeoutError: with the stacks of all ranks.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="fusedopt-ranks-") as folder:
+        ranks: list[_Rank] = []
+        try:
+            ranks += [_Rank(context, Path(folder), fn, rank, world_size, args, timeout) for rank in range(world_size)]
+            _wait(ranks, timeout)
+            return [pickle.loads(rank.outcome[1]) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.close()
+
+
+def at(text: str) -> None:
+    """Say on a rank what it is about to do, for the message of a launch that fails there."""
+    if _report is not None:
+        _report.send_bytes(pickle.dumps(("at", text)))
+
+
+@contextlib.contextmanager
+def recorded_warnings() -> Iterator[list[str]]:
+    """Collect the texts of warnings, which would be errors."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        texts: list[str] = []
+        yield texts
+        texts += [str(item.message) for item in caught]
+
+
+class _Rank:
+    """The parent's side of one rank."""
+
+    def __init__(self, context, folder, fn, rank, world_size, args, timeout):
+        self.rank = rank
+        self.log = folder / f"rank{rank}.log"
+        self.outcome: tuple[str, bytes, str] | None = None  # "result" or "error", pickled, traceback
+        self.doing = "starting"
+        self.connection, theirs = context.Pipe(duplex=False)
+        # The function by name and the arguments as bytes: a rank that cannot import or read them reports that.
+        job = (fn.__module__, fn.__qualname__, pickle.dumps(args))
+        where = (rank, world_size, str(folder / "store"), str(self.log), timeout)
+        self.process = context.Process(target=_work, args=(*where, theirs, *job), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def receive(self) -> None:
+        try:
+            message = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.process.join(GRACE_SECONDS)
+            text = f"rank {self.rank} died with exit code {self.process.exitcode} while {self.doing}"
+            message = ("error", pickle.dumps(RuntimeError(text)), text)
+        if message[0] == "at":
+            self.doing = message[1]
+        else:
+            self.outcome = message
+
+    def story(self) -> str:
+        """Return how it ended here, with the end of the output (which has the stacks, where they were asked for)."""
+        if self.outcome is None:
+            ended = f"did not return; it was {self.doing}"
+        elif self.outcome[0] == "error":
+            ended = f"raised while {self.doing}:\n{self.outcome[2].rstrip()}"
+        else:
+            ended = "returned"
+        output = self.log.read_text(errors="replace")[-8000:].rstrip() if self.log.exists() else ""
+        return f"-- rank {self.rank} {ended}" + (f"\noutput:\n{output}" if output else "")
+
+    def close(self) -> None:
+        self.connection.close()
+        if self.outcome is None:
+            self.process.kill()
+        self.process.join(GRACE_SECONDS)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+        self.process.close()
+
+
+def _wait(ranks: list[_Rank], timeout: float) -> None:
+    """Return when every rank has; raise what the first failed one raised, or TimeoutError."""
+    deadline = time.monotonic() + timeout
+    first_failed: _Rank | None = None
+    while waiting := {rank.connection: rank for rank in ranks if rank.outcome is None}:
+        ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        for item in ready:
+            rank = waiting[item]
+            rank.receive()
+            if first_failed is None and rank.outcome is not None and rank.outcome[0] == "error":
+                first_failed = rank
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if not ready:
+            _print_stacks(list(waiting.values()))
+            break
+    stories = "\n".join(rank.story() for rank in ranks)
+    if first_failed is not None:
+        raise pickle.loads(first_failed.outcome[1]) from RankError(
+            f"rank {first_failed.rank} of {len(ranks)} failed first:\n{stories}"
+        )
+    if waiting:
+        stuck = ", ".join(str(rank.rank) for rank in waiting.values())
+        raise TimeoutError(f"rank(s) {stuck} of {len(ranks)} did not return within {timeout:g} s:\n{stories}")
+
+
+def _print_stacks(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.process.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + _STACKS_SECONDS
+    while time.monotonic() < deadline and not all("most recent call first" in rank.story() for rank in ranks):
+        time.sleep(0.05)
+    time.sleep(0.05)  # the rest of the stack
+
+
+def _work(rank, world_size, store, log, timeout, report, module, qualname, pickled_args) -> None:
+    """What a rank does, from its first line to its report."""
+    global _report
+    _report = report
+    with open(log, "w", buffering=1) as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        sys.stdout = sys.stderr = output
+        faulthandler.enable(output)
+        faulthandler.register(signal.SIGUSR1, output, all_threads=True)
+        try:
+            result = _call(rank, world_size, store, timeout, module, qualname, pickled_args)
+            message = ("result", pickle.dumps(result), "")
+        except BaseException as error:
+            message = ("error", _pickled(error), "".join(traceback.format_exception(error)))
+        report.send_bytes(pickle.dumps(message))
+
+
+def _call(rank, world_size, store, timeout, module, qualname, pickled_args) -> Any:
+    unraisable: list[str] = []
+    sys.unraisablehook = lambda what: unraisable.append(f"{what.exc_value!r} in {what.object!r}")
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    fn = importlib.import_module(module)
+    for name in qualname.split("."):
+        fn = getattr(fn, name)
+    args = pickle.loads(pickled_args)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=2 * timeout),  # a hang is found by the parent, which asks for stacks
+    )
+    result = fn(rank, *args)
+    at("waiting for all ranks at the end")
+    dist.barrier()  # a collective that another rank lacks shows here; and no rank closes its sockets on another
+    gc.collect()
+    dist.destroy_process_group()
+    if unraisable:
+        raise RuntimeError("exceptions that Python could only print: " + "; ".join(unraisable))
+    return result
+
+
+def _pickled(error: BaseException) -> bytes:
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return pickled

@@ -1,0 +1,147 @@
+"""The launcher itself: results and exceptions of ranks arrive, a hang is told, and nothing outlives a launch."""
+
+import ctypes
+import os
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import RankError, at, run
+
+EXIT_CODE = 7
+
+
+def add_up(rank, offset):
+    total = torch.tensor([float(rank + offset)])
+    dist.all_reduce(total)
+    return rank, dist.get_world_size(), total
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_results_come_by_rank_from_one_group_of_that_size(world_size):
+    results = run(add_up, world_size, 10)
+    total = torch.tensor([float(sum(range(10, 10 + world_size)))])
+    assert [(rank, size) for rank, size, _ in results] == [(rank, world_size) for rank in range(world_size)]
+    assert all(torch.equal(got, total) for _, _, got in results)
+
+
+class OddError(ValueError):
+    """Cannot be made from its text alone."""
+
+    def __init__(self, text, extra):
+        super().__init__(text)
+        self.extra = extra
+
+
+def fail_on_one(rank, kind):
+    at("about to fail")
+    if rank == 1:
+        raise KeyError("parameter w of rank 1") if kind == "plain" else OddError("the odd text", 3)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_an_exception_on_one_rank_arrives_with_its_type_text_and_traceback_of_all_ranks():
+    with pytest.raises(KeyError, match="parameter w of rank 1") as caught:
+        run(fail_on_one, 3, "plain")
+    story = str(caught.value.__cause__)
+    assert isinstance(caught.value.__cause__, RankError)
+    assert "rank 1 of 3 failed first" in story
+    assert "raised while about to fail" in story
+    assert "in fail_on_one" in story
+    assert "-- rank 0 " in story
+    assert "-- rank 2 " in story
+
+
+def test_an_exception_that_cannot_be_pickled_arrives_with_its_text():
+    with pytest.raises(RuntimeError, match="OddError: the odd text"):
+        run(fail_on_one, 2, "odd")
+
+
+def never_join(rank):
+    at(f"in the hang of rank {rank}")
+    if rank == 0:
+        dist.all_reduce(torch.ones(1))
+    else:
+        sleep_for_long()
+
+
+def sleep_for_long():
+    time.sleep(1000.0)
+
+
+def test_a_hang_fails_with_the_stacks_of_all_ranks_and_the_next_launch_works():
+    with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1 of 2 did not return within 2 s") as caught:
+        run(never_join, 2, timeout=2.0)
+    text = str(caught.value)
+    assert "it was in the hang of rank 0" in text
+    assert "it was in the hang of rank 1" in text
+    assert "in all_reduce" in text
+    assert "in sleep_for_long" in text
+    assert [rank for rank, _, _ in run(add_up, 2, 1)] == [0, 1]
+
+
+def die(rank, how):
+    at("dying")
+    if rank == 0:
+        print("the last words", flush=True)
+        if how == "exit":
+            os._exit(EXIT_CODE)
+        ctypes.string_at(0)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("how", ["exit", "segmentation fault"])
+def test_a_rank_that_dies_is_told_with_its_last_output(how):
+    with pytest.raises(RuntimeError, match=r"rank 0 died with exit code .* while dying") as caught:
+        run(die, 2, how)
+    assert str(EXIT_CODE if how == "exit" else -11) in str(caught.value)
+    assert "the last words" in str(caught.value.__cause__)
+    assert ("Segmentation fault" in str(caught.value.__cause__)) == (how != "exit")
+
+
+def warn(rank):
+    warnings.warn("a warning of a rank", UserWarning, stacklevel=1)
+
+
+def raise_where_nobody_sees(rank):
+    class Holder:
+        def __del__(self):
+            raise ValueError("raised in a finaliser")
+
+    holder = Holder()
+    holder.cycle = holder
+
+
+def test_warnings_are_errors_and_so_is_what_python_could_only_print():
+    with pytest.raises(UserWarning, match="a warning of a rank"):
+        run(warn, 1)
+    with pytest.raises(RuntimeError, match="raised in a finaliser"):
+        run(raise_where_nobody_sees, 2)
+
+
+def start_one_collective_too_many(rank):
+    if rank == 0:
+        return dist.all_reduce(torch.ones(3), async_op=True) and None
+    return None
+
+
+def test_a_collective_that_the_other_ranks_lack_does_not_pass():
+    with pytest.raises((RuntimeError, TimeoutError)):
+        run(start_one_collective_too_many, 2, timeout=2.0)
+
+
+def leave_traces(rank):
+    traces = getattr(torch, "_traces_of_a_test", 0)
+    torch._traces_of_a_test = traces + 1
+    seed = torch.initial_seed()
+    torch.manual_seed(99)
+    return traces, seed, torch.get_num_threads(), os.getpid()
+
+
+def test_every_launch_starts_fresh_with_one_thread_and_one_seed():
+    results = [result for _ in range(2) for result in run(leave_traces, 2)]
+    assert [result[:3] for result in results] == [(0, 0, 1)] * 4
+    assert len({pid for *_, pid in results}) == 4
+    assert not any(os.path.exists(f"/proc/{pid}") for *_, pid in results)
