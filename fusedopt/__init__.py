@@ -7,6 +7,7 @@ from fusedopt.config import MainGradConfig
 from fusedopt.convert import convert_linears, restore_linears
 from fusedopt.linear import FusedLinear, fused_linear
 from fusedopt.optimizer import FusedMainGradOptimizer
+from fusedopt.replicas import broadcast_module
 
 __all__ = [
     "FusedLinear",
@@ -15,6 +16,7 @@ __all__ = [
     "MainGradFunction",
     "__version__",
     "backends",
+    "broadcast_module",
     "convert_linears",
     "fused_linear",
     "recompute",

@@ -7,13 +7,14 @@ Holds no reference to the wrapper, so that a wrapper that is dropped can be fina
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from fusedopt.arrival import Arrival
 from fusedopt.buffers import Buffers, Entry
 from fusedopt.checks import check_trainable, named_params
+from fusedopt.gather import Gather
 from fusedopt.inner import Group, InnerOptimizers
 
 
@@ -24,12 +25,23 @@ class Adoption:
         inner: whose groups get main_params.
         buffers: make and hold the memory.
         arrival: hooks the parameters.
+        gather: finished before parameters are given back.
+        shard_by: tells of each outer group whether its parameters may be cut, see `plan_buckets`; None: not sharded.
     """
 
-    def __init__(self, inner: InnerOptimizers, buffers: Buffers, arrival: Arrival) -> None:
+    def __init__(
+        self,
+        inner: InnerOptimizers,
+        buffers: Buffers,
+        arrival: Arrival,
+        gather: Gather,
+        shard_by: Callable[[int], str] | None,
+    ) -> None:
         self._inner = inner
         self._buffers = buffers
         self._arrival = arrival
+        self._gather = gather
+        self._shard_by = shard_by
         self._frozen: list[tuple[int, str, nn.Parameter]] = []
         self.entries: dict[int, Entry] = {}
         """All trainable parameters, by ``id`` of the model parameter."""
@@ -60,13 +72,15 @@ class Adoption:
             self._adopt(index, [(name, param)])
 
     def _adopt(self, index: int, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        entries = self._buffers.add(index, named)
+        shard_by = self._shard_by(index) if self._shard_by is not None else "element"
+        entries = self._buffers.add(index, named, shard_by)
         self._arrival.watch(entries)
         self._inner.adopt(index, entries)
         self.entries.update((id(entry.param), entry) for entry in entries)
 
     def release(self) -> None:
         """Give every parameter back as torch made it, and the inner optimizers their model parameters."""
+        self._gather.finish()
         self._inner.release()
         self._arrival.release()
         self._buffers.release()

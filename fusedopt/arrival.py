@@ -13,35 +13,58 @@ Knows nothing of what happens to a complete bucket.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fusedopt.buffers import Buffers, Entry, Slot
-from fusedopt.checks import refuse_ddp
+from fusedopt.buckets import Slot
+from fusedopt.buffers import Buffers, Entry
+from fusedopt.checks import MAIN_DTYPES, refuse_ddp
 from fusedopt.main_grad import claim
 
+Listener = Callable[[Slot], None]
 
-class DdpSearch:
-    """Look once, at the first arrival, for a DDP module that was made after wrapping."""
 
-    def __init__(self) -> None:
-        self._is_done = False
+class Door:
+    """What the hooks of one wrapper share.
 
-    def __call__(self, param: Tensor) -> None:
-        """Raise if this is the first call and a live DDP module holds ``param``; see `refuse_ddp`."""
-        if not self._is_done:
+    Args:
+        listener: a bound method that is told of every arrival; held weakly, since torch cannot collect a cycle
+            that goes through a hook.
+    """
+
+    def __init__(self, listener: Listener | None) -> None:
+        self._listener = weakref.WeakMethod(listener) if listener is not None else None
+        self._has_searched = False
+
+    def refuse_ddp(self, param: Tensor) -> None:
+        """Raise if a live DDP module, made after wrapping, holds ``param``; looks once, at the first arrival."""
+        if not self._has_searched:
             refuse_ddp([param])
-            self._is_done = True
+            self._has_searched = True
+
+    def tell(self, slot: Slot) -> None:
+        """Tell the listener that a backward is done with the parameter of ``slot``."""
+        listener = self._listener() if self._listener is not None else None
+        if listener is not None:
+            listener(slot)
 
 
-def fold(ddp_search: DdpSearch, slot: Slot, param: Tensor) -> None:
+def arrive(door: Door, slot: Slot, param: Tensor) -> None:
+    """Fold what autograd left on ``param.grad``, then tell the listener."""
+    fold(door, slot, param)
+    if door._listener is not None:
+        door.tell(slot)
+
+
+def fold(door: Door, slot: Slot, param: Tensor) -> None:
     """Take ``param.grad`` over into main_grad, so that ``param.grad is param.main_grad``.
 
     Args:
-        ddp_search: shared by the parameters of one wrapper.
+        door: shared by the parameters of one wrapper.
         slot: of the parameter.
         param: its ``.grad`` may be main_grad itself, a new gradient of main_grad's dtype, one that the
             user set by hand, or None.
@@ -52,14 +75,14 @@ def fold(ddp_search: DdpSearch, slot: Slot, param: Tensor) -> None:
         TypeError: for a sparse or complex gradient.
     """
     grad = param.grad
-    main_grad = slot.main_grad
-    if grad is main_grad:  # autograd added in place
-        if main_grad.data_ptr() != slot.address or getattr(param, "main_grad", None) is not main_grad:
-            slot.check(param)
-        return
     if grad is None:  # a Function returned None
         return
-    ddp_search(param)
+    main_grad = slot.main_grad
+    if grad is main_grad:  # autograd added in place
+        if grad.data_ptr() != slot.address or getattr(param, "main_grad", None) is not main_grad:
+            slot.check(param)
+        return
+    door.refuse_ddp(param)
     slot.check(param)
     _refuse(slot, param, grad)
     claim(param)
@@ -81,10 +104,11 @@ def _refuse(slot: Slot, param: Tensor, grad: Tensor) -> None:
             f"the gradient of parameter {slot.name} is {grad.layout}; main_grad is dense. Use dense gradients "
             "(nn.Embedding(sparse=False)), or leave this parameter to an optimizer of its own"
         )
-    if grad.shape != slot.shape or grad.dtype is not slot.main_grad.dtype:
+    needed = MAIN_DTYPES[slot.dtype]
+    if grad.shape != slot.shape or grad.dtype is not needed:
         raise RuntimeError(
             f"the gradient of parameter {slot.name} is {grad.dtype} with shape {tuple(grad.shape)}; needed is "
-            f"{slot.main_grad.dtype} with shape {tuple(slot.shape)}. Assign such a tensor, or None to clear"
+            f"{needed} with shape {tuple(slot.shape)}. Assign such a tensor, or None to clear"
         )
 
 
@@ -93,17 +117,18 @@ class Arrival:
 
     Args:
         buffers: whose entries are watched.
+        listener: told of every arrival, see `Door`.
     """
 
-    def __init__(self, buffers: Buffers) -> None:
+    def __init__(self, buffers: Buffers, listener: Listener | None = None) -> None:
         self._buffers = buffers
-        self._ddp_search = DdpSearch()
+        self._door = Door(listener)
         self._handles: dict[int, RemovableHandle] = {}
 
     def watch(self, entries: Sequence[Entry]) -> None:
         """Fold every gradient that arrives for ``entries`` from now on."""
         for entry in entries:
-            self._hook_first(entry.param, functools.partial(fold, self._ddp_search, entry.slot))
+            self._hook_first(entry.param, functools.partial(arrive, self._door, entry.slot))
 
     def watch_frozen(self, name: str, param: nn.Parameter) -> None:
         """Raise, by name, if a gradient arrives for a parameter that had no buffers because it was frozen."""
@@ -118,12 +143,12 @@ class Arrival:
         self._handles.pop(id(param)).remove()
 
     def adopt(self) -> None:
-        """Take over gradients that were set by hand since the last arrival."""
+        """Take over gradients that were set by hand since the last arrival; each is an arrival of its own."""
         for entry in self._buffers.entries:
             grad = entry.param.grad
             if grad is not None and grad is not entry.slot.main_grad:
                 with torch.no_grad():
-                    fold(self._ddp_search, entry.slot, entry.param)
+                    arrive(self._door, entry.slot, entry.param)
 
     def release(self) -> None:
         """Remove all hooks."""

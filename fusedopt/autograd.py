@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import FunctionMeta
 
 from fusedopt.backends import Backend, resolve
-from fusedopt.main_grad import claim
+from fusedopt.main_grad import claim, has_main_grad
 
 
 class Destination(enum.Enum):
@@ -89,8 +89,9 @@ class MainGradFunction(torch.autograd.Function, metaclass=_Meta):
         if where is Destination.RETURN:
             return _returned(weight, grad)
         if where is Destination.ACCUMULATE:
-            main_grad = weight.main_grad  # type: ignore[attr-defined]
-            if claim(weight):
+            has_sum = claim(weight)
+            main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
+            if has_sum:
                 main_grad.add_(grad)
             else:
                 main_grad.copy_(grad)
@@ -118,8 +119,9 @@ class MainGradFunction(torch.autograd.Function, metaclass=_Meta):
         grad_output, input = (t.reshape(-1, t.shape[-1]) for t in (grad_output, input))
         if where is Destination.RETURN:
             return _returned_product(weight, grad_output, input, exact)
-        main_grad = weight.main_grad  # type: ignore[attr-defined]
-        _backend().wgrad_accumulate_(main_grad, grad_output, input, accumulate=claim(weight), exact=exact)
+        has_sum = claim(weight)
+        main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
+        _backend().wgrad_accumulate_(main_grad, grad_output, input, accumulate=has_sum, exact=exact)
         return None
 
 
@@ -154,7 +156,7 @@ def destination_of(leaf: Any, weight: Tensor) -> Destination:
         return Destination.RETURN
     if not will_accumulate:  # torch.autograd.grad(loss, [x]), or backward(inputs=[x])
         return Destination.DROP
-    return Destination.ACCUMULATE if getattr(weight, "main_grad", None) is not None else Destination.RETURN
+    return Destination.ACCUMULATE if has_main_grad(weight) else Destination.RETURN
 
 
 def _is_detached(weight: Tensor) -> bool:
@@ -170,7 +172,7 @@ def _returned(weight: Tensor, grad: Tensor) -> Tensor:
 
 
 def _returned_product(weight: Tensor, grad_output: Tensor, input: Tensor, exact: bool) -> Tensor:
-    goes_to_main_grad = _is_detached(weight) or getattr(weight, "main_grad", None) is not None
+    goes_to_main_grad = _is_detached(weight) or has_main_grad(weight)
     if torch.is_grad_enabled() or not goes_to_main_grad:
         return grad_output.t().mm(input)
     fresh = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)

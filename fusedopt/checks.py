@@ -54,22 +54,21 @@ def checked_optimizers(inner: Any, wrapper: type[Optimizer]) -> list[Optimizer]:
     return optimizers
 
 
-def refuse_unsupported(config: MainGradConfig, requires_closure: bool) -> None:
-    """Refuse settings and surroundings in which this version would do less than it was asked to.
+def refuse_unsupported(config: MainGradConfig, *, requires_closure: bool, is_sharded: bool) -> None:
+    """Refuse settings that would do less than they were asked to.
+
+    Args:
+        config: as given.
+        requires_closure: whether an inner optimizer cannot step without a closure.
+        is_sharded: whether several ranks share its state.
 
     Raises:
         ValueError: naming the field.
-        RuntimeError: if this process is one of several ranks.
     """
-    if config.shard != "none":
+    if is_sharded and requires_closure:
         raise ValueError(
-            f'shard="{config.shard}" needs several ranks, which this version cannot use; leave shard="none"'
-        )
-    world_size = torch.distributed.get_world_size() if _has_process_group() else 1
-    if world_size > 1:
-        raise RuntimeError(
-            f"this process is one of {world_size} ranks; this version of fusedopt does not reduce gradients over "
-            "ranks, and each would train on its own. Run one process"
+            f'shard="{config.shard}" with an inner optimizer that evaluates its closure itself (LBFGS): it works on '
+            'all parameters at once, and a rank would see only its own. Use shard="none"'
         )
     if config.fused_linear:
         raise ValueError(
@@ -90,10 +89,10 @@ def check_all_parameters(optimizers: Sequence[Optimizer]) -> None:
         ValueError: also if no parameter requires a gradient.
         RuntimeError: also if a live DistributedDataParallel holds one.
     """
-    named = _all_named(optimizers)
+    named = all_named(optimizers)
     if any(hasattr(param, "main_grad") for _, param in named):
         gc.collect()  # a wrapper that was dropped, but sits in a reference cycle, lets go of them now
-        named = _all_named(optimizers)
+        named = all_named(optimizers)
     check_parameters(named)
     trainable = [param for _, param in named if param.requires_grad]
     if not trainable:
@@ -104,7 +103,8 @@ def check_all_parameters(optimizers: Sequence[Optimizer]) -> None:
     refuse_ddp(trainable)
 
 
-def _all_named(optimizers: Sequence[Optimizer]) -> list[tuple[str, nn.Parameter]]:
+def all_named(optimizers: Sequence[Optimizer]) -> list[tuple[str, nn.Parameter]]:
+    """Return all parameters of ``optimizers`` as `named_params`."""
     groups = [group for opt in optimizers for group in opt.param_groups]
     return [pair for index, group in enumerate(groups) for pair in named_params(group, index)]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fusedopt.backends import Backend
 from fusedopt.buffers import Buffers
+from fusedopt.comm import DataParallelGroup
 
 EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
@@ -31,24 +32,32 @@ class Clip:
     Args:
         backend: does the work on the tensors.
         buffers: whose gradients these are.
+        comm: the ranks that norms are taken over.
         max_norm: largest global 2-norm that passes unscaled; None does not clip.
         nonfinite: ``"skip"``, ``"raise"`` or ``"ignore"``, see `MainGradConfig`.
     """
 
-    def __init__(self, backend: Backend, buffers: Buffers, max_norm: float | None, nonfinite: str) -> None:
+    def __init__(
+        self, backend: Backend, buffers: Buffers, comm: DataParallelGroup, max_norm: float | None, nonfinite: str
+    ) -> None:
         self._backend = backend
         self._buffers = buffers
+        self._comm = comm
         self._max_norm = max_norm
         self.nonfinite = nonfinite
         self.skips = Skips()
         self.norm: Tensor | None = None
 
-    def average(self, num_micro_batches: int) -> None:
-        """Divide every gradient by ``num_micro_batches``: once a window, one rounding."""
-        self._backend.divide_(self._present(), num_micro_batches)
+    def average(self, divisor: int) -> None:
+        """Divide every gradient by ``divisor``, the number of addends: once a window, one rounding."""
+        if divisor != 1:
+            self._backend.divide_(self._buffers.grad_parts(), divisor)
 
     def measure(self, norm_type: float = 2.0) -> Tensor:
-        """Return the global norm, every element once; see `torch_ops.norm` for its numerics.
+        """Return the global norm over all ranks, every element once; see `torch_ops.norm` for its numerics.
+
+        Returns:
+            0-d, float32; float64 if there are float64 parameters.
 
         Raises:
             ValueError: unless ``norm_type`` is positive (``inf`` included).
@@ -56,11 +65,18 @@ class Clip:
         if not float(norm_type) > 0:
             raise ValueError(f"norm_type={norm_type} is not a norm; use a positive number or math.inf")
         self._buffers.zero_absent()
-        return self._backend.norm(self._buffers.grad_flats, float(norm_type))
+        return self._norm(float(norm_type))
+
+    def _norm(self, norm_type: float, dtype: torch.dtype | None = None) -> Tensor:
+        flats = [bucket.grad_part for bucket in self._buffers.buckets]
+        local = self._backend.norm(flats, norm_type, dtype=dtype)
+        total = self._comm.total_norm(local, norm_type, is_sharded=self._buffers.sharding.is_sharded)
+        is_double = dtype is torch.float64 or any(flat.dtype is torch.float64 for flat in flats)
+        return total if is_double else total.float()
 
     def scale(self, norm: Tensor, max_norm: float) -> None:
         """Scale all gradients so that a global norm of ``norm`` becomes at most ``max_norm``."""
-        self._backend.scale_(self._present(), clip_coefficient(norm, max_norm))
+        self._backend.scale_(self._buffers.grad_parts(), clip_coefficient(norm, max_norm))
 
     def on_host(self, nonfinite: str) -> bool:
         """Measure and clip; one host synchronisation, none under ``"ignore"``.
@@ -80,7 +96,7 @@ class Clip:
         value = self.norm.item()
         if not math.isfinite(value):
             # A finite gradient above 1.8e19 overflows the fp32 sum of its squares; float64 takes 20 times longer.
-            self.norm = self._backend.norm(self._buffers.grad_flats, 2.0, dtype=torch.float64)
+            self.norm = self._norm(2.0, dtype=torch.float64)
             value = self.norm.item()
         is_finite = math.isfinite(value)
         if not is_finite and nonfinite == "raise":
@@ -105,12 +121,10 @@ class Clip:
         self.skips.note(found_inf)
         return (None if self._max_norm is None else 1.0 / clip_coefficient(norm, self._max_norm)), found_inf
 
-    def _present(self) -> list[Tensor]:
-        return [entry.slot.main_grad for entry in self._buffers.with_grad()]
-
     def _describe_nonfinite(self) -> str:
-        entries = self._buffers.with_grad()
-        names = [e.slot.name for e in entries if not bool(torch.isfinite(e.slot.main_grad).all())]
+        parts = [(entry.slot.name, entry.grad_part) for entry in self._buffers.with_grad()]
+        found = [name for name, part in parts if part is not None and not bool(torch.isfinite(part).all())]
+        names = list(dict.fromkeys(name for on_rank in self._comm.objects(found) for name in on_rank))
         shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
         return (
             f"gradients hold inf or nan in {len(names)} parameter(s): {shown}. Parameters and state were not changed. "

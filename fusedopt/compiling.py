@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fusedopt.buffers import Buffers
 
 _live: weakref.WeakSet[Buffers] = weakref.WeakSet()
+_num_traces = 0
 _taken_off: list[tuple[nn.Parameter, Tensor]] = []
 
 
@@ -33,10 +34,17 @@ def watch(buffers: Buffers) -> None:
         handler.register_end_callback(_hang_back)
 
 
+def has_traced() -> bool:
+    """Return whether anything was compiled while a wrapper lived: compiled code checks the class of parameters."""
+    return _num_traces > 0
+
+
 def _take_off(args: Any) -> None:
+    global _num_traces
     # The other triggers (a lazily compiled backward, autotuning) run inside a backward, whose sums must stay.
     if args.callback_trigger.name != "DYNAMO":
         return
+    _num_traces += 1
     for buffers in _live:
         for entry in buffers.entries:
             grad = entry.param.grad

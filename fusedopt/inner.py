@@ -41,7 +41,8 @@ class InnerOptimizers:
         # In the order of the outer groups: which optimizer, and which of its groups.
         self._places = [(o, g) for o, opt in enumerate(self.optimizers) for g in range(len(opt.param_groups))]
         self._agreed: list[Group] = [dict(self.group(i)) for i in range(self.num_groups)]
-        self._main_of: dict[int, nn.Parameter] = {}
+        self._model_params = [list(self.group(i)["params"]) for i in range(self.num_groups)]
+        self._main_of: dict[int, nn.Parameter | None] = {}  # None: another rank updates it
         self._param_of: dict[int, nn.Parameter] = {}
         self._home_of: dict[int, Optimizer] = {}
         self.set_aside: dict[int, Tensor] = {}
@@ -105,33 +106,49 @@ class InnerOptimizers:
                 )
         self.optimizers[chosen].add_param_group(group)
         self._places.append((chosen, len(self.optimizers[chosen].param_groups) - 1))
-        self._agreed.append(dict(self.group(self.num_groups - 1)))
+        added = self.group(self.num_groups - 1)
+        self._agreed.append(dict(added))
+        self._model_params.append(list(added["params"]))
 
     def adopt(self, index: int, entries: Sequence[Entry]) -> None:
         """Put main_params in the place of model parameters in group ``index``, state included."""
+        optimizer = self.optimizer_of(index)
         for entry in entries:
-            self._main_of[id(entry.param)] = entry.main_param
-            self._param_of[id(entry.main_param)] = entry.param
-            self._home_of[id(entry.main_param)] = self.optimizer_of(index)
+            self._main_of[id(entry.param)] = main_param = entry.main_param
+            if main_param is not None:
+                self._param_of[id(main_param)] = entry.param
+                self._home_of[id(main_param)] = optimizer
             if id(entry.param) in self.set_aside:
                 entry.load_main_param(self.set_aside.pop(id(entry.param)))
-        self._replace(index, self._main_of)
+            if main_param is not entry.param and entry.param in optimizer.state:
+                state = optimizer.state.pop(entry.param)
+                if main_param is not None:
+                    part = main_part(state, entry)
+                    optimizer.state[main_param] = _cast_state(part, entry.param.dtype, main_param.dtype)
+        self._list_main_params(index)
 
     def release(self) -> None:
-        """Put the model parameters back, with state in each parameter's dtype, as torch keeps it."""
-        for index in range(self.num_groups):
-            self._replace(index, self._param_of)
+        """Put the model parameters back, with state in each parameter's dtype, as torch keeps it.
+
+        State of a parameter that a shard cuts through, or that another rank updates, is lost.
+        """
+        for index, params in enumerate(self._model_params):
+            state = self.optimizer_of(index).state
+            for param in params:
+                main_param = self._main_of.get(id(param), param)
+                if main_param is param or main_param is None or main_param not in state:
+                    continue
+                whole = state.pop(main_param)
+                if main_param.shape == param.shape:
+                    state[param] = _cast_state(whole, main_param.dtype, param.dtype)
+            self.group(index)["params"][:] = params
         self._main_of.clear()
         self._param_of.clear()
+        self._home_of.clear()
 
-    def _replace(self, index: int, replacement: dict[int, nn.Parameter]) -> None:
-        params = self.group(index)["params"]
-        state = self.optimizer_of(index).state
-        for old in params:
-            new = replacement.get(id(old), old)
-            if new is not old and old in state:
-                state[new] = _cast_state(state.pop(old), old.dtype, new.dtype)
-        params[:] = [replacement.get(id(old), old) for old in params]
+    def _list_main_params(self, index: int) -> None:
+        mains = [self._main_of.get(id(param), param) for param in self._model_params[index]]
+        self.group(index)["params"][:] = [main for main in mains if main is not None]
 
     def agree(self, outer_groups: Sequence[Group]) -> None:
         """Carry every hyper-parameter to the side where it did not change since the last call.
@@ -193,15 +210,15 @@ class InnerOptimizers:
         result = None
         hang_gradients(entries)
         try:
-            with _global_step_hooks_muted():
+            with global_step_hooks_muted():
                 for opt in self.optimizers:
                     with _attributes(opt, grad_scale=grad_scale, found_inf=found_inf):
                         result = opt.step(closure) if closure is not None else opt.step()
         finally:
             for entry in entries:
-                if entry.has_own_main_param:
+                if entry.main_param is not None and entry.main_param is not entry.param:
                     entry.main_param.grad = None
-        self._stepped.update(id(entry.param) for entry in entries if entry.param.grad is not None)
+        self._stepped.update(id(entry.param) for entry in entries if entry.has_grad)
         return result
 
     def call(self, method: str) -> bool:
@@ -212,7 +229,7 @@ class InnerOptimizers:
         return bool(found)
 
     def main_of(self, key: Any) -> Any:
-        """Return the main_param of model parameter ``key``; anything else unchanged."""
+        """Return the main_param of model parameter ``key``, None where another rank has it; anything else unchanged."""
         return self._main_of.get(id(key), key)
 
     def param_of(self, key: Any) -> Any:
@@ -235,7 +252,8 @@ class InnerOptimizers:
         for opt in self.optimizers:
             state = dict(opt.__getstate__())  # what torch itself would pickle of it
             state["state"] = {self.param_of(key): value for key, value in opt.state.items()}
-            state["param_groups"] = [{**g, "params": [self.param_of(p) for p in g["params"]]} for g in opt.param_groups]
+            places = (i for i in range(self.num_groups) if self.optimizer_of(i) is opt)
+            state["param_groups"] = [{**self.group(i), "params": list(self._model_params[i])} for i in places]
             parts.append((type(opt), state))
         return parts
 
@@ -258,8 +276,24 @@ def from_portable(parts: Sequence[tuple[type[Optimizer], dict[str, Any]]]) -> li
 def hang_gradients(entries: Sequence[Entry]) -> None:
     """Give main_params the gradients of their model parameters, None included."""
     for entry in entries:
-        if entry.has_own_main_param:
-            entry.main_param.grad = entry.param.grad
+        if entry.main_param is not None and entry.main_param is not entry.param:
+            entry.main_param.grad = entry.grad_part if entry.has_grad else None
+
+
+def main_part(value: Any, entry: Entry) -> Any:
+    """Return what belongs to the main_param of ``entry`` of state for the whole parameter, however deep.
+
+    Tensors of the parameter's shape are cut, where the main_param is; everything else is as it was.
+    """
+    param, main_param, part = entry.param, entry.main_param, entry.part
+    if main_param is None or part is None or main_param.shape == param.shape:
+        return value
+    if isinstance(value, Tensor) and value.shape == param.shape:
+        flat = torch.empty_strided(param.shape, entry.slot.strides, dtype=value.dtype, device=value.device).copy_(value)
+        return flat.as_strided((param.numel(),), (1,))[part.start : part.end].clone()
+    if isinstance(value, dict):
+        return {key: main_part(item, entry) for key, item in value.items()}
+    return type(value)(main_part(item, entry) for item in value) if type(value) in (list, tuple) else value
 
 
 class StateView(MutableMapping[Any, Any]):
@@ -269,7 +303,8 @@ class StateView(MutableMapping[Any, Any]):
         self._inner = inner
 
     def _home(self, key: Hashable) -> Any:
-        return self._inner.home_of(self._inner.main_of(key)).state
+        main_param = self._inner.main_of(key)
+        return {None: {}} if main_param is None else self._inner.home_of(main_param).state  # None: on another rank
 
     def __getitem__(self, key: Any) -> Any:
         return self._home(key)[self._inner.main_of(key)]
@@ -343,7 +378,7 @@ def _attributes(target: Optimizer, **values: Tensor | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _global_step_hooks_muted() -> Iterator[None]:
+def global_step_hooks_muted() -> Iterator[None]:
     """Keep torch's global step hooks to the wrapper's own step, which fires them: once a step, not twice."""
     registries: list[dict[Any, Any]] = [
         torch_optimizer._global_optimizer_pre_hooks,

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from fusedopt.autograd import Destination, MainGradFunction, destination_of
 from fusedopt.backends import resolve
-from fusedopt.main_grad import claim
+from fusedopt.main_grad import claim, has_main_grad
 from fusedopt.main_grad import resolve as parameter_of
 
 
@@ -59,10 +59,10 @@ def fused_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, e
 
 
 def _fuses(weight: Tensor) -> bool:
-    if not (torch.is_grad_enabled() and weight.requires_grad) or getattr(weight, "main_grad", None) is None:
+    if not (torch.is_grad_enabled() and weight.requires_grad and has_main_grad(weight)):
         return False
     if torch.compiler.is_compiling():
-        return True
+        return weight.main_grad is not None  # type: ignore[attr-defined]
     # A Function without setup_context fails under these; both are F.linear's business.
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 

@@ -15,6 +15,9 @@ import weakref
 import torch
 from torch import Tensor
 
+OUR_ATTRIBUTES = ("main_grad", "get_main_grad", "__getstate__")
+"""What wrapping may attach to a parameter."""
+
 _numbers = itertools.count()
 _params: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
@@ -44,13 +47,22 @@ def resolve(token: Tensor) -> Tensor:
     return param
 
 
+def has_main_grad(param: Tensor) -> bool:
+    """Return whether ``param`` is wrapped: it has a main_grad, or `claim` can borrow one (``shard="gradients"``)."""
+    return getattr(param, "main_grad", None) is not None or hasattr(param, "get_main_grad")
+
+
 def claim(param: Tensor) -> bool:
     """Hang main_grad on ``param.grad``, taking over a gradient that was set by hand.
+
+    Where main_grads are lent, ``param.main_grad`` exists from here on.
 
     Returns:
         True if main_grad holds a sum to add to, False if its bytes are old and have to be overwritten.
     """
     main_grad, grad = param.main_grad, param.grad  # type: ignore[attr-defined]
+    if main_grad is None:
+        main_grad = param.get_main_grad()  # type: ignore[attr-defined]
     if grad is main_grad:
         return True
     if grad is not None:

@@ -8,8 +8,10 @@ Wires the other files; the work is theirs. Knows nothing of Hugging Face or of m
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,19 +20,29 @@ from torch.optim import Optimizer
 
 from fusedopt import backends, compiling
 from fusedopt.adoption import Adoption
+from fusedopt.amp import Scalers
 from fusedopt.arrival import Arrival
+from fusedopt.ballot import Kind
+from fusedopt.buckets import Sharding
 from fusedopt.buffers import Buffers
 from fusedopt.checks import (
+    all_named,
     check_all_parameters,
     check_parameters,
     checked_optimizers,
     default_name,
+    named_params,
     refuse_unsupported,
 )
 from fusedopt.clip import Clip
+from fusedopt.comm import DataParallelGroup
 from fusedopt.config import MainGradConfig
-from fusedopt.inner import Group, InnerOptimizers, StateView, from_portable
-from fusedopt.state import StateDicts, copy_for_hooks
+from fusedopt.gather import Gather
+from fusedopt.inner import Group, InnerOptimizers, StateView
+from fusedopt.probe import check_shardable, shard_by
+from fusedopt.reduction import Reduction
+from fusedopt.replicas import start_alike
+from fusedopt.stateful import GONE_WHEN_UNWRAPPED, StatefulOptimizer
 from fusedopt.update import Update
 from fusedopt.window import Window
 
@@ -39,10 +51,8 @@ Closure = Callable[[], Any]
 MIB_NUMEL = 2**20 // 4
 """fp32 elements in one MiB."""
 
-_GONE_WHEN_UNWRAPPED = ("_inner", "_buffers", "_arrival", "_adoption", "_update")
 
-
-class FusedMainGradOptimizer(Optimizer):
+class FusedMainGradOptimizer(StatefulOptimizer):
     """Wrap any torch optimizer: fp32 gradient accumulation and fp32 updates for a bf16 or fp16 model.
 
     Every trainable parameter gets ``param.main_grad``, a view of a flat fp32 buffer, and after a backward
@@ -54,39 +64,71 @@ class FusedMainGradOptimizer(Optimizer):
         inner: a torch optimizer over the model's parameters, or a sequence of them over disjoint parameters.
             It is edited in place and belongs to the wrapper until `unwrap`.
         config: all settings; default: `MainGradConfig.from_env`.
+        process_group: the data-parallel ranks; default all. Gradients are reduced to their mean over them.
+        device_mesh: in place of ``process_group``: 1-D, or 2-D (replicate, shard).
+        norm_group: ranks that hold other parts of the model (pipeline, model parallel); norms count them, too.
         **overrides: single fields of `MainGradConfig`, above ``config``: ``max_grad_norm=1.0``.
 
     Raises:
         TypeError: if ``inner`` is no torch optimizer, or needs sparse gradients; complex, sparse or otherwise
             unsuitable parameters.
         ValueError: for bad configuration, no trainable parameter, a parameter given twice, on the meta device
-            or uninitialised.
-        RuntimeError: if parameters are wrapped already, or held by a live DistributedDataParallel.
-        Nothing was changed when one of these is raised.
+            or uninitialised; for an inner optimizer that cannot be sharded as asked.
+        RuntimeError: if parameters are wrapped already, held by a live DistributedDataParallel, or differ between
+            ranks.
+        Nothing was changed when one of these is raised, and all ranks raise it.
     """
 
     def __init__(
-        self, inner: Optimizer | Sequence[Optimizer], config: MainGradConfig | None = None, **overrides: Any
+        self,
+        inner: Optimizer | Sequence[Optimizer],
+        config: MainGradConfig | None = None,
+        *,
+        process_group: Any = None,
+        device_mesh: Any = None,
+        norm_group: Any = None,
+        **overrides: Any,
     ) -> None:
-        optimizers = checked_optimizers(inner, FusedMainGradOptimizer)
-        config = MainGradConfig.from_env(**overrides) if config is None else _override(config, overrides)
-        backend = backends.resolve(config.backend)
-        inner_optimizers = InnerOptimizers(optimizers)
-        refuse_unsupported(config, inner_optimizers.requires_closure)
-        check_all_parameters(optimizers)
+        comm = DataParallelGroup(process_group, device_mesh, norm_group)
+        with comm.together():
+            optimizers = checked_optimizers(inner, FusedMainGradOptimizer)
+            config = MainGradConfig.from_env(**overrides) if config is None else _override(config, overrides)
+            inner_optimizers = InnerOptimizers(optimizers)
+            is_sharded = config.shard != "none" and comm.num_shards > 1
+            refuse_unsupported(config, requires_closure=inner_optimizers.requires_closure, is_sharded=is_sharded)
+            backends.resolve(config.backend)
+            check_all_parameters(optimizers)
+            if is_sharded:
+                check_shardable(inner_optimizers, config.shard_by)
+        start_alike(comm, all_named(optimizers), dataclasses.asdict(config), broadcast=config.broadcast_params)
+        self._wire(inner_optimizers, config, comm)
 
+    def _wire(self, inner: InnerOptimizers, config: MainGradConfig, comm: DataParallelGroup) -> None:
+        """Put the parts together over checked parameters, and take these on."""
+        backend = backends.resolve(config.backend)
+        sharding = Sharding.of(config.shard, comm.shard_rank, comm.num_shards)
         self.config = config
-        self._inner = inner_optimizers
-        self._buffers = Buffers(backend, config.bucket_mib * MIB_NUMEL)
-        self._arrival = Arrival(self._buffers)
+        self._comm = comm
+        self._inner = inner
+        self._buffers = Buffers(backend, config.bucket_mib * MIB_NUMEL, sharding)
         self._window = Window(config.gradient_accumulation_steps)
-        self._clip = Clip(backend, self._buffers, config.max_grad_norm, config.nonfinite)
-        self._update = Update(self._inner, self._buffers, self._clip)
-        self._adoption = Adoption(self._inner, self._buffers, self._arrival)
-        super().__init__(
-            [dict(self._inner.group(i)) for i in range(self._inner.num_groups)], self._inner.common_defaults()
+        self._reduction = Reduction(
+            comm,
+            self._buffers,
+            overlap=config.overlap_grad_reduce,
+            is_merging=self._window.is_merging,
+            is_last=self._window.ends_next,
+            on_lost=self._window.restart,
         )
-        self.state = StateView(self._inner)  # type: ignore[assignment]
+        self._arrival = Arrival(self._buffers, self._reduction.arrived if comm.world_size > 1 else None)
+        self._gather = Gather(comm, self._buffers, overlap=config.overlap_param_gather)
+        self._clip = Clip(backend, self._buffers, comm, config.max_grad_norm, config.nonfinite)
+        self._update = Update(inner, self._buffers, self._clip, self._gather)
+        self._scalers = Scalers(self, self._buffers, backend)
+        placement = functools.partial(shard_by, inner, config.shard_by) if sharding.is_sharded else None
+        self._adoption = Adoption(inner, self._buffers, self._arrival, self._gather, placement)
+        super().__init__([dict(inner.group(i)) for i in range(inner.num_groups)], inner.common_defaults())
+        self.state = StateView(inner)  # type: ignore[assignment]
         # A wrapper that is dropped leaves the model as torch made it: hooks hold no reference to the wrapper.
         self._finalizer = weakref.finalize(self, self._adoption.release)
         self._finalizer.atexit = False
@@ -114,9 +156,11 @@ class FusedMainGradOptimizer(Optimizer):
             params = [params] if isinstance(params, Tensor) else list(params)
         index = len(self.param_groups)
         named = [p if isinstance(p, tuple) else (default_name(index, i), p) for i, p in enumerate(params)]
-        check_parameters(named)
-        self._inner.add_group({**param_group, "params": params})
+        with self._comm.together():
+            check_parameters(named)
+            self._inner.add_group({**param_group, "params": params})
         inner_group = self._inner.group(index)
+        start_alike(self._comm, named_params(inner_group, index), None, broadcast=self.config.broadcast_params)
         super().add_param_group({**inner_group, "params": list(inner_group["params"])})
         self._adoption.adopt_group(index, self.param_groups[index])
 
@@ -145,11 +189,11 @@ class FusedMainGradOptimizer(Optimizer):
         if self._inner.requires_closure:
             return self._step_by_closure(closure)
         loss = _evaluate(closure)
-        self._prepare()
         if self._window.is_last:
             self._finish_window(self._window.num_pending + 1)
         else:
-            self._window.add(self._buffers.with_grad())
+            self._prepare()
+            self._window.add([] if self._buffers.sharding.is_lending else self._buffers.with_grad())
         return loss
 
     def flush(self) -> None:
@@ -157,7 +201,6 @@ class FusedMainGradOptimizer(Optimizer):
         self._check_usable(None)
         if self._window.num_pending:
             with torch.no_grad():
-                self._prepare()
                 self._finish_window(self._window.num_pending)
 
     def _check_usable(self, closure: Closure | None) -> None:
@@ -169,36 +212,55 @@ class FusedMainGradOptimizer(Optimizer):
             )
 
     def _prepare(self) -> None:
-        """Bring main_grad up to date, and raise on anything that was replaced since wrapping."""
+        """Bring main_grad up to date, and raise on anything that was replaced or edited since wrapping."""
+        if self._buffers.sharding.is_sharded:
+            self._scalers.explain(self._reduction.edited_outside())
         compiling.watch(self._buffers)
         self._adoption.adopt_unfrozen()
         self._buffers.check_views()
         self._arrival.adopt()
         self._window.check_kept()
+        self._reduction.note_versions()
 
     def _finish_window(self, num_micro_batches: int) -> None:
-        self._update.begin(self.param_groups)  # what it raises can be mended, and the window stays for the next call
+        with self._reduction.meeting(Kind.STEP):  # what one rank must refuse, all refuse; the window stays
+            self._prepare()
+            self._update.begin(self.param_groups)
         try:
             self._average(num_micro_batches)
-            self._update.apply(self.param_groups)
+            self._update.apply(self.param_groups, may_overlap=not compiling.has_traced())
         finally:
             self._window.restart()
+            self._reduction.window_ended()
 
     def _average(self, num_micro_batches: int) -> None:
-        if self.config.gradient_average and self._window.is_merging and not self._window.is_averaged:
-            self._clip.average(num_micro_batches)
-            self._window.is_averaged = True
+        if not self._window.is_averaged:
+            self._clip.average(self._num_addends(num_micro_batches))
+            self._window.is_averaged = self._window.is_merging
+
+    def _num_addends(self, num_micro_batches: int) -> int:
+        """Return what sums are divided by, once: ranks, where those were summed, and averaged micro-batches."""
+        num_ranks = self._comm.world_size if self._buffers.sharding.is_sharded else 1
+        return num_ranks * (num_micro_batches if self._window.is_merging and self.config.gradient_average else 1)
 
     def _step_by_closure(self, closure: Closure | None) -> Any:
         def evaluate() -> Any:
             loss = _evaluate(closure)
-            with torch.no_grad():
+            with torch.no_grad(), self._reduction.meeting(Kind.STEP):
                 self._prepare()
             return loss
 
         loss = evaluate()
         self._update.begin(self.param_groups)
         return self._update.apply_by_closure(self.param_groups, loss, evaluate)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep gradients of the backwards inside on their rank, as DDP's: the next one outside reduces them, too.
+
+        Around all backwards of a window but the last, it tells which one that is: with it, reductions start inside.
+        Under ``shard="gradients"`` every backward reduces: it does without whole gradients.
+        """
+        return self._reduction.paused()
 
     # -- gradients
 
@@ -207,13 +269,18 @@ class FusedMainGradOptimizer(Optimizer):
         self._adoption.adopt_unfrozen()
         if self._window.num_pending == 0:
             super().zero_grad(set_to_none)
+            if set_to_none:
+                self._reduction.cleared()
+            else:
+                self._reduction.zeroed()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``, without a host synchronisation.
 
-        Under gradient merge (k > 1) this averages first and clips before the call of `step` that ends the
-        window; before the others it only measures the mean so far, since clipping a part would change the sum.
+        Over all ranks, which all call it. Under gradient merge (k > 1) this averages first and clips before the call of
+        `step` that ends the window; before the others it only measures the mean so far, since clipping a part would
+        change the sum.
 
         Args:
             max_norm: positive; ``inf`` measures only.
@@ -226,16 +293,23 @@ class FusedMainGradOptimizer(Optimizer):
             ValueError: for a norm type that is not a norm.
             RuntimeError: as `step`.
         """
-        self._prepare()
-        num_micro_batches = self._window.num_pending + 1
-        if self._window.is_last:
+        with self._reduction.meeting(Kind.CLIP):
+            self._prepare()
+        if self._buffers.sharding.is_lending:
+            self._scalers.unscale_parts(self._is_finite, is_step=False)
+        num_micro_batches, num_addends = self._window.num_pending + 1, 1
+        if self._window.is_last and not self._buffers.sharding.is_sharded:
             self._average(num_micro_batches)
-        norm = self._clip.measure(norm_type)
+        else:  # sums over ranks stay sums until the step: gradients may still arrive
+            num_addends = self._num_addends(num_micro_batches)
+        norm = self._clip.measure(norm_type) / num_addends
         if self._window.is_last:
             self._clip.scale(norm, float(max_norm))
-        elif self.config.gradient_average:
-            norm = norm / num_micro_batches
+            self._reduction.note_versions()
         return norm
+
+    def _is_finite(self) -> bool:
+        return bool(torch.isfinite(self._clip.measure()))
 
     # -- what a loop asks
 
@@ -268,6 +342,10 @@ class FusedMainGradOptimizer(Optimizer):
                 "unscale the partial sum at every micro-batch. Use gradient_accumulation_steps=1, divide the loss by "
                 "k, and call scaler.step() and zero_grad() every k-th micro-batch"
             )
+        if self._buffers.sharding.is_sharded:
+            self._scalers.check_step()
+        if self._buffers.sharding.is_lending:
+            self._scalers.unscale_parts(self._is_finite, is_step=True)
         return False
 
     def memory_report(self) -> dict[str, float]:
@@ -285,6 +363,7 @@ class FusedMainGradOptimizer(Optimizer):
 
     def sync_main_params(self) -> None:
         """Take over edits of the model's weights that torch does not count: writes through ``param.data``."""
+        self._gather.finish()
         self._buffers.take_over(everything=True)
 
     def train(self) -> None:
@@ -295,86 +374,9 @@ class FusedMainGradOptimizer(Optimizer):
         """Reach the inner optimizer's ``eval()`` where it has one (schedule-free), and refresh the model."""
         self._update.switch(self.param_groups, "eval")
 
-    # -- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return parameters' main_param and inner state in full precision, and the groups; never communicates.
-
-        Tensors are the live ones, as with torch. Read it back with ``torch.load(weights_only=True)``.
-
-        Raises:
-            TypeError: naming inner state that is neither a tensor nor a builtin.
-        """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        self._arrival.adopt()
-        self._inner.agree(self.param_groups)
-        state_dict = self._state_dicts().pack()
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            replaced = post_hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        return state_dict
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, or a bare torch optimizer's state dict, into existing storage.
-
-        The model's weights are not touched: at the next step an element whose model value still is the rounded
-        main_param keeps the loaded main_param, so that model and optimizer load in either order.
-
-        Raises:
-            ValueError: naming what does not fit (groups, names, shapes, dtypes); nothing was changed.
-        """
-        state_dict = copy_for_hooks(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        state_dicts = self._state_dicts()
-        state_dicts.check(state_dict)
-        state_dicts.unpack(state_dict)
-        self._buffers.forget_agreement()
-        self._inner.forget_steps()
-        self._inner.agree(self.param_groups)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def _state_dicts(self) -> StateDicts:
-        return StateDicts(self._inner, self.param_groups, self._adoption.entries)
-
-    def unwrap(self) -> Optimizer | list[Optimizer]:
-        """Give back the inner optimizer (the list, if several) over the model's own parameters.
-
-        Every hook and attribute is removed; state is cast to the parameters' dtype, as torch keeps it; the
-        fp32 digits of main_params are gone. The wrapper cannot be used any more.
-        """
-        self._inner.agree(self.param_groups)
-        optimizers = list(self._inner.optimizers)
-        self._finalizer()
-        for name in _GONE_WHEN_UNWRAPPED:
-            del vars(self)[name]
-        return optimizers[0] if len(optimizers) == 1 else optimizers
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles are made of; gradients and a pending window are left out, as in torch."""
-        self._inner.agree(self.param_groups)
-        return {
-            "config": self.config,
-            "inner": self._inner.portable(),
-            "main_params": [main if main is None else main.clone() for main in self._state_dicts().main_params()],
-            "skipped_steps": self._clip.skips.total(),
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Wrap the copied inner optimizers anew, on buffers of their own."""
-        optimizers = from_portable(state["inner"])
-        FusedMainGradOptimizer.__init__(self, optimizers, state["config"])
-        self._inner.take_state(state["inner"])
-        self._state_dicts().set_main_params(state["main_params"])
-        self._buffers.forget_agreement()
-        self._clip.skips.restore(state["skipped_steps"])
-
     def __getattr__(self, name: str) -> Any:
         """Fall through to the first inner optimizer that has the attribute."""
-        if name in _GONE_WHEN_UNWRAPPED and "_finalizer" in vars(self):
+        if name in GONE_WHEN_UNWRAPPED and "_finalizer" in vars(self):
             raise RuntimeError("this FusedMainGradOptimizer was unwrapped; step the inner optimizer, or wrap it anew")
         inner = vars(self).get("_inner")
         if inner is not None and not name.startswith("__"):

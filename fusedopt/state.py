@@ -67,7 +67,7 @@ class StateDicts:
         entry = self._entries.get(id(param))
         if entry is None:
             return self._inner.set_aside.get(id(param))
-        return entry.main_param.detach() if entry.has_own_main_param else None
+        return entry.main_param.detach() if entry.main_param is not None and entry.is_rounded else None
 
     @torch.no_grad()
     def set_main_params(self, values: Sequence[Tensor | None]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from fusedopt.buffers import Buffers
 from fusedopt.clip import Clip
+from fusedopt.gather import Gather
 from fusedopt.inner import Group, InnerOptimizers, hang_gradients
 
 
@@ -22,12 +23,14 @@ class Update:
         inner: the wrapped optimizers.
         buffers: gradients and main_params.
         clip: decides whether a step is taken, and scales.
+        gather: brings what other ranks updated.
     """
 
-    def __init__(self, inner: InnerOptimizers, buffers: Buffers, clip: Clip) -> None:
+    def __init__(self, inner: InnerOptimizers, buffers: Buffers, clip: Clip, gather: Gather) -> None:
         self._inner = inner
         self._buffers = buffers
         self._clip = clip
+        self._gather = gather
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Bring hyper-parameters and main_params up to date with what was changed from outside.
@@ -35,14 +38,16 @@ class Update:
         Raises:
             RuntimeError: naming a hyper-parameter that was changed on both sides.
         """
+        self._gather.finish()
         self._inner.agree(groups)
         self._buffers.take_over()
 
-    def apply(self, groups: Sequence[Group]) -> None:
+    def apply(self, groups: Sequence[Group], *, may_overlap: bool = True) -> None:
         """Update once with the gradients as they stand, or leave parameters and state as they are.
 
         Args:
             groups: the outer ones; receive what inner optimizers write into theirs.
+            may_overlap: gathers may finish later, see `Gather`.
         """
         if self._runs_on_device():
             grad_scale, found_inf = self._clip.on_device()
@@ -52,6 +57,7 @@ class Update:
         else:
             return
         self._buffers.write_back()
+        self._gather.start(may_overlap=may_overlap)
         self._inner.agree(groups)
 
     def apply_by_closure(self, groups: Sequence[Group], loss: Any, evaluate_again: Callable[[], Any]) -> Any:
@@ -90,6 +96,7 @@ class Update:
         self.begin(groups)
         if self._inner.call(method):
             self._buffers.write_back(everything=True)
+            self._gather.start(may_overlap=False)
             self._inner.agree(groups)
 
     def _runs_on_device(self) -> bool:

@@ -27,7 +27,7 @@ def norm(flats: Sequence[Tensor], norm_type: float = 2.0, dtype: torch.dtype | N
         dtype: to sum in; default each tensor's own.
 
     Returns:
-        0-d, on the first tensor's device; float64 if any tensor or ``dtype`` is, else float32.
+        0-d, on the first tensor's device, float64.
 
     Numerics: rows of 1024 elements are summed in the tensor's dtype and the rows' norms in float64.
     With fp32 rows a 2-norm carries a relative error below ``1024 * 2**-24 / 2`` by the standard bound
@@ -37,9 +37,8 @@ def norm(flats: Sequence[Tensor], norm_type: float = 2.0, dtype: torch.dtype | N
     device = flats[0].device
     rows = [torch.linalg.vector_norm(f.view(-1, ROW_NUMEL), norm_type, dim=1, dtype=dtype) for f in flats]
     totals = [torch.linalg.vector_norm(r, norm_type, dtype=torch.float64).to(device) for r in rows]
-    total = totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), norm_type)
-    result: Tensor = total if any(r.dtype is torch.float64 for r in rows) else total.float()
-    return result
+    total: Tensor = totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), norm_type)
+    return total
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:

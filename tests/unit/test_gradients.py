@@ -90,7 +90,7 @@ def test_4096_equal_micro_gradients_sum_exactly():
 def test_main_grad_is_a_view_of_a_contiguous_bucket_whose_storage_never_moves(dtype):
     model = mlp(dtype)
     optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), max_grad_norm=1.0)
-    flats = optimizer._buffers.grad_flats
+    flats = [bucket.grad for bucket in optimizer._buffers.buckets]
     assert len(flats) == 1
     assert flats[0].is_contiguous()
     addresses = [param.main_grad.data_ptr() for param in model.parameters()]
@@ -488,7 +488,7 @@ def test_hooks_do_not_keep_a_dropped_model_alive():
     backward(model)
     optimizer.step()
     watched = [weakref.ref(param) for param in model.parameters()] + [weakref.ref(optimizer)]
-    storage = weakref.ref(optimizer._buffers.grad_flats[0])
+    storage = weakref.ref(optimizer._buffers.buckets[0].grad)
     del model, optimizer
     gc.collect()
     assert [ref() for ref in watched] == [None] * len(watched)

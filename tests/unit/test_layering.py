@@ -15,7 +15,7 @@ import fusedopt
 PACKAGE = Path(fusedopt.__file__).parent
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_CORE_LINES = 4000
+MAX_CORE_LINES = 6500
 MAX_ADAPTER_LINES = 2000
 
 
@@ -32,8 +32,9 @@ class Row:
 ADAPTERS = ("backends.triton_ops", "backends.apex_ops", "backends.te_ops")
 INTEGRATIONS = ("integrations", "integrations.transformers", "integrations.accelerate")
 WIRED_BY_THE_OPTIMIZER = (
-    *("config", "layout", "comm", "dtensor", "checks", "backends", "buffers", "arrival", "window", "compiling"),
-    *("reduction", "clip", "inner", "adoption", "update", "state"),
+    *("config", "layout", "comm", "dtensor", "checks", "backends", "buckets", "buffers", "ballot", "arrival", "window"),
+    *("compiling", "reduction", "gather", "amp", "clip", "inner", "adoption", "probe", "replicas", "update", "state"),
+    *("stateful",),
 )
 INTEGRATION_IMPORTS = ("optimizer", "convert", "recompute", "config")
 
@@ -53,30 +54,43 @@ TABLE = {
     "backends.apex_ops": Row(1, ("layout",), ("torch", "apex", "amp_C")),
     "backends.te_ops": Row(1, ("layout",), ("torch", "transformer_engine", "transformer_engine_torch")),
     "backends": Row(2, ("backends.torch_ops",), ("torch",), lazily=ADAPTERS),
-    "buffers": Row(3, ("layout", "dtensor", "checks", "main_grad", "backends"), ("torch",)),
+    "backward": Row(1, (), ("torch",)),
+    "pieces": Row(2, ("layout",), ("torch",), lazily=("torch.distributed",)),
+    "buckets": Row(2, ("layout", "checks", "main_grad"), ("torch",)),
+    "replicas": Row(2, ("comm",), ("torch",)),
+    "buffers": Row(3, ("layout", "dtensor", "buckets", "main_grad", "backends"), ("torch",)),
     "autograd": Row(3, ("main_grad", "backends"), ("torch",)),
-    "arrival": Row(4, ("buffers", "checks", "main_grad"), ("torch",)),
+    "arrival": Row(4, ("buckets", "buffers", "checks", "main_grad"), ("torch",)),
     "compiling": Row(4, ("buffers",), ("torch",)),
     "window": Row(4, ("buffers",), ("torch",)),
-    "reduction": Row(4, ("buffers", "comm"), ("torch",)),
+    "ballot": Row(4, ("buckets", "buffers"), ("torch",)),
+    "reduction": Row(5, ("backward", "ballot", "buckets", "buffers", "comm"), ("torch",)),
+    "gather": Row(4, ("buckets", "buffers", "comm"), ("torch",)),
+    "amp": Row(4, ("backends", "buckets", "buffers"), ("torch",)),
     "clip": Row(4, ("buffers", "comm", "backends"), ("torch",)),
     "inner": Row(4, ("buffers",), ("torch",)),
     "linear": Row(4, ("main_grad", "autograd", "backends"), ("torch",)),
-    "adoption": Row(5, ("checks", "buffers", "arrival", "inner"), ("torch",)),
-    "update": Row(5, ("buffers", "clip", "inner"), ("torch",)),
-    "state": Row(5, ("layout", "comm", "buffers", "inner"), ("torch",)),
+    "adoption": Row(5, ("checks", "buffers", "arrival", "gather", "inner"), ("torch",)),
+    "probe": Row(5, ("inner",), ("torch",)),
+    "update": Row(5, ("buffers", "clip", "gather", "inner"), ("torch",)),
+    "state": Row(5, ("layout", "pieces", "buffers", "inner"), ("torch",)),
+    "stateful": Row(
+        6,
+        ("config", "comm", "buffers", "arrival", "gather", "clip", "inner", "adoption", "state", "pieces"),
+        ("torch",),
+    ),
     "recompute": Row(5, (), ("torch",)),
     "convert": Row(5, ("linear",), ("torch",)),
-    "optimizer": Row(6, WIRED_BY_THE_OPTIMIZER, ("torch",)),
-    "integrations": Row(7),
-    "integrations.transformers": Row(7, INTEGRATION_IMPORTS, ("torch",), lazily=("transformers",)),
-    "integrations.accelerate": Row(7, INTEGRATION_IMPORTS, ("torch",), lazily=("accelerate",)),
-    "__main__": Row(7, ("_version", "config", "planner", "backends"), ("torch",)),
+    "optimizer": Row(7, WIRED_BY_THE_OPTIMIZER, ("torch",)),
+    "integrations": Row(8),
+    "integrations.transformers": Row(8, INTEGRATION_IMPORTS, ("torch",), lazily=("transformers",)),
+    "integrations.accelerate": Row(8, INTEGRATION_IMPORTS, ("torch",), lazily=("accelerate",)),
+    "__main__": Row(8, ("_version", "config", "planner", "backends"), ("torch",)),
 }
-TABLE[""] = Row(8, tuple(TABLE))  # fusedopt/__init__.py: the public names of all above
+TABLE[""] = Row(9, tuple(TABLE))  # fusedopt/__init__.py: the public names of all above
 
 OPTIONAL_LIBRARIES = {"transformers", "accelerate", "yaml", "safetensors", "triton", "apex", "transformer_engine"}
-MAY_IMPORT_DISTRIBUTED = ("comm", "dtensor")
+MAY_IMPORT_DISTRIBUTED = ("comm", "dtensor", "pieces")
 CORE = [name for name, row in TABLE.items() if row.level <= TABLE["optimizer"].level and name not in ADAPTERS]
 EXTRAS = [*ADAPTERS, *INTEGRATIONS]
 
@@ -236,7 +250,7 @@ DOCSTRING = '"""Docstring."""\n'
     ("path", "source", "problem"),
     [
         ("arrival.py", "from fusedopt.inner import Group", "level 4, from level 4"),
-        ("buffers.py", "from fusedopt.optimizer import FusedMainGradOptimizer", "level 6, from level 3"),
+        ("buffers.py", "from fusedopt.optimizer import FusedMainGradOptimizer", "level 7, from level 3"),
         ("buffers.py", "import fusedopt.clip", "level 4, from level 3"),
         ("buffers.py", "from fusedopt import clip", "level 4, from level 3"),
         ("buffers.py", "from . import clip", "level 4, from level 3"),
@@ -245,15 +259,15 @@ DOCSTRING = '"""Docstring."""\n'
         ("backends/__init__.py", "from .triton_ops import norm", "which the table does not allow"),
         ("backends/__init__.py", "from ..buffers import Buffers", "level 3, from level 2"),
         ("buffers.py", "def f() -> None:\n    from fusedopt.clip import Clip", "level 4, from level 3"),
-        ("buffers.py", "from fusedopt import FusedMainGradOptimizer", "level 8, from level 3"),
+        ("buffers.py", "from fusedopt import FusedMainGradOptimizer", "level 9, from level 3"),
         ("window.py", "from fusedopt.config import MainGradConfig", "which the table does not allow"),
         ("layout.py", "import torch", "at module level"),
         ("config.py", "import yaml", "at module level"),
         ("layout.py", "def f() -> None:\n    import torch", "in a function"),
-        ("clip.py", "import torch.distributed", "only ('comm', 'dtensor') may"),
-        ("clip.py", "from torch import distributed", "only ('comm', 'dtensor') may"),
-        ("clip.py", "from torch.distributed import all_reduce", "only ('comm', 'dtensor') may"),
-        ("clip.py", "def f() -> None:\n    import torch.distributed as dist", "only ('comm', 'dtensor') may"),
+        ("clip.py", "import torch.distributed", "only ('comm', 'dtensor', 'pieces') may"),
+        ("clip.py", "from torch import distributed", "only ('comm', 'dtensor', 'pieces') may"),
+        ("clip.py", "from torch.distributed import all_reduce", "only ('comm', 'dtensor', 'pieces') may"),
+        ("clip.py", "def f() -> None:\n    import torch.distributed as dist", "only ('comm', 'dtensor', 'pieces') may"),
         ("clip.py", "assert True", "has an assert"),
         ("clip.py", "x = '\N{EM DASH}'", "is not ASCII"),
         ("clip.py", "\n" * MAX_FILE_LINES, "lines, more than 400"),

@@ -128,7 +128,6 @@ def test_an_empty_list_of_optimizers_is_refused():
 @pytest.mark.parametrize(
     ("settings", "error", "match"),
     [
-        ({"shard": "optimizer"}, ValueError, 'shard="optimizer" needs several ranks'),
         ({"fused_linear": True}, ValueError, "fused_linear=True.*sees parameters and no modules"),
         ({"backend": "apex"}, RuntimeError, 'backend="apex" was asked for'),
         ({"max_grad_nrom": 1.0}, ValueError, "max_grad_nrom.*max_grad_norm"),
@@ -207,11 +206,6 @@ def test_a_process_group_without_ddp_is_no_obstacle(process_group):
     del ddp
 
 
-def test_one_of_several_ranks_is_refused(process_group, monkeypatch):
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)  # a real second rank would train on its own just so
-    refuses(adamw(good()), RuntimeError, "one of 2 ranks")
-
-
 def test_an_error_while_wrapping_leaves_the_model_as_it_was(monkeypatch):
     params = [good(), good()]
     inner = torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:]}])
@@ -219,11 +213,11 @@ def test_an_error_while_wrapping_leaves_the_model_as_it_was(monkeypatch):
     add = fusedopt.optimizer.Buffers.add
     calls = []
 
-    def out_of_memory_at_the_second_group(self, group, named):
+    def out_of_memory_at_the_second_group(self, group, named, shard_by):
         calls.append(group)
         if len(calls) == 2:
             raise MemoryError("no room")
-        return add(self, group, named)
+        return add(self, group, named, shard_by)
 
     monkeypatch.setattr(fusedopt.optimizer.Buffers, "add", out_of_memory_at_the_second_group)
     with pytest.raises(MemoryError):
@@ -248,10 +242,10 @@ def test_a_bad_group_added_later_changes_nothing(make_group, error, match):
     old = good()
     optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.AdamW([old]))
     buffers, inner = optimizer._buffers, optimizer._inner
-    counts = (len(optimizer.param_groups), inner.num_groups, len(buffers.entries), len(buffers.grad_flats))
+    counts = (len(optimizer.param_groups), inner.num_groups, len(buffers.entries), len(buffers.buckets))
     with pytest.raises(error, match=match):
         optimizer.add_param_group(make_group(old))
-    assert counts == (len(optimizer.param_groups), inner.num_groups, len(buffers.entries), len(buffers.grad_flats))
+    assert counts == (len(optimizer.param_groups), inner.num_groups, len(buffers.entries), len(buffers.buckets))
     old.sum().backward()
     optimizer.step()
 

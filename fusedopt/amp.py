@@ -1,0 +1,115 @@
+"""Gradients that something else wrote into, and torch's loss scalers under a shard.
+
+    ... -> reduction -> [unscale] -> clip -> step
+
+Under a shard a rank sees part of the gradients, so stock `clip_grad_norm_` and `GradScaler` would let ranks diverge
+in silence. `ShardedGradScaler`, which makes its one decision on all ranks, is right, and recognised.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
+
+from fusedopt.backends import Backend
+from fusedopt.buckets import Bucket
+from fusedopt.buffers import Buffers
+
+_REMEDY = (
+    "clip with optimizer.clip_grad_norm_(...) or max_grad_norm, and scale fp16 losses with "
+    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
+)
+
+
+class Scalers:
+    """Finds the loss scaler that drives an optimizer.
+
+    Args:
+        optimizer: as scalers know it, by its ``id``.
+        buffers: its gradients.
+        backend: does the work on the tensors.
+    """
+
+    def __init__(self, optimizer: Any, buffers: Buffers, backend: Backend) -> None:
+        self._key = id(optimizer)
+        self._buffers = buffers
+        self._backend = backend
+        self._found: weakref.ref[GradScaler] | None = None
+
+    def _find(self) -> GradScaler | None:
+        scaler = self._found() if self._found is not None else None
+        if scaler is not None and self._key in scaler._per_optimizer_states:
+            return scaler
+        # A scaler tells an optimizer nothing of itself before step(); there is one in a program, and it stays.
+        for candidate in gc.get_objects():
+            if issubclass(type(candidate), GradScaler) and self._key in getattr(candidate, "_per_optimizer_states", ()):
+                self._found = weakref.ref(candidate)
+                return candidate  # type: ignore[no-any-return]
+        return None
+
+    def explain(self, edited: list[Bucket]) -> None:
+        """Raise unless what was written into the main_grads of ``edited`` since the last backward is harmless.
+
+        Harmless are a `ShardedGradScaler.unscale_`, which is linear and the same on all ranks, and zeros.
+
+        Raises:
+            RuntimeError: naming a parameter, and what to use instead.
+        """
+        edited = [bucket for bucket in edited if bucket.grad is not None and bool(bucket.grad.any())]
+        if not edited:
+            return
+        scaler = self._find()
+        if scaler is not None:
+            self.refuse_stock(scaler)
+            if scaler._per_optimizer_states[self._key]["stage"] is not OptState.READY:
+                return
+        name = edited[0].entries[0].slot.name
+        raise RuntimeError(
+            f"the gradients in the bucket of parameter {name} were edited between backward and step. Under a shard "
+            "they are this rank's share, and an edit such as torch.nn.utils.clip_grad_norm_ is wrong in silence: "
+            f"{_REMEDY}"
+        )
+
+    def refuse_stock(self, scaler: GradScaler) -> None:
+        """Raise if ``scaler`` decides on each rank by itself.
+
+        Raises:
+            RuntimeError: naming what to use instead.
+        """
+        if not hasattr(scaler, "process_group"):
+            raise RuntimeError(
+                "torch.amp.GradScaler decides on each rank by itself whether to step, and under a shard ranks see "
+                f"different gradients; {_REMEDY}"
+            )
+
+    def check_step(self) -> None:
+        """Called where a scaler is about to step; see `refuse_stock`."""
+        scaler = self._find()
+        if scaler is not None:
+            self.refuse_stock(scaler)
+
+    def unscale_parts(self, is_finite: Callable[[], bool], *, is_step: bool) -> None:
+        """Do what ``scaler.unscale_`` cannot under ``"gradients"``, where there are no ``.grad`` for it to see.
+
+        Args:
+            is_finite: tells of all gradients on all ranks.
+            is_step: the scaler is about to step; else only if the user called ``scaler.unscale_`` before.
+        """
+        scaler = self._find()
+        if scaler is None or scaler._scale is None:
+            return
+        state = scaler._per_optimizer_states[self._key]
+        if state["found_inf_per_device"] or not (is_step or state["stage"] is OptState.UNSCALED):
+            return
+        scale: Tensor = scaler._scale
+        has_inf = not is_finite()
+        self._backend.scale_(self._buffers.grad_parts(), scale.double().reciprocal().float())
+        state["stage"] = OptState.UNSCALED
+        state["found_inf_per_device"] = {scale.device: torch.full_like(scale, float(has_inf))}

@@ -1,0 +1,400 @@
+"""Reduce gradient buckets over ranks, early or on demand, each gradient counted once.
+
+    parameters -> layout -> buffers -> arrival -> [reduction] -> clip -> step -> write-back -> gather
+
+main_grad never belongs to a collective. To launch a bucket is to *move* its content out: into a copy, with
+main_grad zeroed (or, under ``"gradients"``, by taking the lent buffer back). So whatever arrives late, twice, or
+from a fused layer simply adds, and at every moment the gradient is
+
+    mean = (sum over ranks of main_grad + what was launched) / world_size
+
+Launching early is a hint; nothing waits in a hook. A *round* is every bucket once, in order. A *sync* is where ranks
+meet: one control message (the element-wise maximum of what each rank says), then
+
+    1  who has not launched all of the round joins with zeros; what it holds stays in its main_grad
+    2  what was launched is settled: added back, without the parameters that all ranks cleared since
+    3  buckets that are dirty on some rank are reduced
+    4  ``.grad`` is hung on every parameter that has a gradient on some rank
+
+Ranks that disagree about a clear raise together. docs/zero.md tells it with a picture.
+
+Knows nothing of the mathematics of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from fusedopt.backward import BackwardWatch
+from fusedopt.ballot import Ballot, Kind, Says
+from fusedopt.buckets import Bucket, Slot
+from fusedopt.buffers import Buffers, Entry
+from fusedopt.comm import DataParallelGroup, Pending
+
+MAX_IN_FLIGHT = 2
+"""Buckets launched from hooks at once: what overlap may cost in memory."""
+
+
+@dataclass
+class Parcel:
+    """The content of a bucket on its way through a reduction."""
+
+    bucket: Bucket
+    pending: Pending
+    sent: list[Entry]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank sent a gradient of every parameter in it."""
+        return len(self.sent) == len(self.bucket.entries)
+
+
+class Reduction:
+    """The reduction of one wrapper's gradients.
+
+    Args:
+        comm: the ranks.
+        buffers: whose buckets are reduced.
+        overlap: launch buckets inside the backward that reduces.
+        is_merging: gradient merge counts the micro-batches of a window.
+        is_last: whether the running backward is the window's last, where that is counted.
+        on_lost: called when a window is lost, on all ranks.
+    """
+
+    def __init__(
+        self,
+        comm: DataParallelGroup,
+        buffers: Buffers,
+        *,
+        overlap: bool,
+        is_merging: bool,
+        is_last: Callable[[], bool],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._comm = comm
+        self._buffers = buffers
+        self._overlap = overlap
+        self._is_merging = is_merging
+        self._is_last = is_last
+        self._on_lost = on_lost
+        self._shard = buffers.sharding.shard
+        self._ballot = Ballot(buffers)
+        self._watch = BackwardWatch(self._backward_began, self._backward_ended)
+        self._parcels: deque[Parcel] = deque()
+        self._num_launched = 0  # in this round
+        self._may_launch = False
+        self._is_paused = False
+        self._was_paused = False  # since the last step: then the backward outside no_sync() is the last
+
+    # -- what the loop says
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep gradients local in the backwards inside; see `FusedMainGradOptimizer.no_sync`."""
+        before, self._is_paused = self._is_paused, True
+        self._was_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def cleared(self) -> None:
+        """Note that all gradients are cleared through the optimizer."""
+        self._ballot.clear()
+        for bucket in self._buffers.buckets:
+            bucket.is_dirty = False
+            if bucket.is_lending:
+                bucket.take_back()
+                bucket.is_fresh = True
+        for entry in self._buffers.entries:
+            entry.slot.is_reduced = False
+
+    def zeroed(self) -> None:
+        """Note that all gradients were filled with zeros through the optimizer, and still count as gradients."""
+        entries = self._buffers.with_grad()
+        self.cleared()
+        for entry in entries:
+            if entry.bucket.is_lending:
+                entry.slot.is_reduced = True
+            elif entry.slot.main_grad is not None:
+                entry.slot.main_grad.num_first_touches += 1  # type: ignore[attr-defined]  # another gradient now
+        for bucket in self._buffers.buckets:
+            if bucket.is_lending:
+                bucket.grad_part.zero_()
+                bucket.is_fresh = False
+        self.note_versions()
+
+    def window_ended(self) -> None:
+        """Return to sums: gradients that are kept over the step go on as part of the mean over ranks."""
+        self._was_paused = False
+        if self._comm.world_size == 1:
+            return
+        for bucket in self._buffers.buckets:
+            if self._shard == "optimizer":
+                bucket.grad_part.mul_(self._comm.world_size)
+            bucket.is_divided = self._shard == "gradients"
+        self.note_versions()
+
+    # -- arrivals
+
+    def arrived(self, slot: Slot) -> None:
+        """Note that a backward (or a hand) is done with the gradient of one parameter."""
+        bucket = self._buffers.buckets[slot.index]
+        bucket.is_dirty = True
+        if torch._C._current_graph_task_id() < 0:  # set by hand, taken over in the step
+            return
+        self._watch.arrive()
+        if self._may_launch:
+            # Buckets completed by earlier arrivals: by now users' own hooks have run, too.
+            self._launch_complete()
+        slot.num_fires += 1
+        if slot.num_fires == slot.expected_fires:
+            bucket.num_awaited -= 1
+
+    def _mind_failure(self) -> None:
+        """Look for what fused layers wrote in a backward that failed before their hooks ran."""
+        if self._watch.has_failed:
+            self._watch.forget()
+            for bucket in self._buffers.buckets:
+                bucket.is_dirty = bucket.is_dirty or bucket.was_written()
+
+    def _backward_began(self) -> None:
+        self._mind_failure()
+        for bucket in self._buffers.buckets:
+            bucket.num_awaited = 0
+            for entry in bucket.entries:
+                entry.slot.num_fires = 0
+                bucket.num_awaited += entry.slot.expected_fires > 0
+        # A round that an earlier backward opened is completed with zeros, in the sync: what arrives now is new.
+        self._may_launch = self._overlap and self._reduces() and self._num_launched == 0
+
+    def _reduces(self) -> bool:
+        """Return whether the running backward is one whose gradients travel."""
+        if self._shard == "gradients":
+            return True
+        if self._is_paused:
+            return False
+        if self._is_merging:
+            return self._is_last()
+        return self._shard == "none" or self._was_paused
+
+    def _backward_ended(self) -> None:
+        if self._may_launch:
+            while self._num_launched < len(self._buffers.buckets):
+                self._launch(self._buffers.buckets[self._num_launched])
+            for entry in self._buffers.entries:
+                entry.slot.expected_fires = entry.slot.num_fires
+        self.note_versions()
+        if self._shard == "gradients" or (self._shard == "none" and not self._is_merging and not self._is_paused):
+            self.sync(Kind.BACKWARD)
+
+    # -- launching
+
+    def _launch_complete(self) -> None:
+        buckets = self._buffers.buckets
+        while self._num_launched < len(buckets) and buckets[self._num_launched].num_awaited == 0:
+            self._settle_finished()
+            if len(self._parcels) >= MAX_IN_FLIGHT:
+                return
+            self._launch(buckets[self._num_launched])
+
+    def _launch(self, bucket: Bucket) -> None:
+        """Move the bucket's content out and start its reduction."""
+        sent = [entry for entry in bucket.entries if entry.param.grad is not None]
+        self._ballot.send(sent)
+        self._start(bucket, self._take(bucket), sent)
+        bucket.is_dirty = False
+
+    def _take(self, bucket: Bucket) -> Tensor:
+        if bucket.is_lending:
+            taken = bucket.take_back()
+            return taken if taken is not None else bucket.zeros(bucket.plan.numel)
+        self._buffers.zero_absent_in(bucket)
+        grad = bucket.lend()
+        copy = grad.clone()
+        grad.zero_()
+        return copy
+
+    def _start(self, bucket: Bucket, content: Tensor, sent: list[Entry]) -> None:
+        if self._shard == "none":
+            pending = self._comm.start_all_reduce(content)
+        else:
+            pending = self._comm.start_reduce(content, is_awaited=False)
+        self._parcels.append(Parcel(bucket, pending, sent))
+        self._num_launched += 1
+
+    def _settle_finished(self) -> None:
+        """Settle what arrived, in order, where no vote can change it any more than a clear changes main_grad."""
+        while self._parcels:
+            parcel = self._parcels[0]
+            if not (parcel.is_whole and parcel.pending.is_done() and self._ballot.all_kept(parcel.sent)):
+                return
+            self._settle(self._parcels.popleft(), [])
+            self._ballot.give(parcel.sent)
+
+    def _settle(self, parcel: Parcel, dropped: list[Entry]) -> None:
+        """Add a reduced bucket to what arrived meanwhile."""
+        bucket, result = parcel.bucket, parcel.pending.wait()
+        for entry in dropped:
+            _span_of(entry, result, bucket, is_whole=self._shard == "none").zero_()
+        if self._shard == "none":
+            bucket.lend().add_(result.div_(self._comm.world_size))
+        else:
+            self._add_part(bucket, result)
+
+    def _add_part(self, bucket: Bucket, part: Tensor) -> None:
+        if bucket.is_fresh:  # as every lent bucket after a clear
+            bucket.grad_part.copy_(part)
+        else:
+            if bucket.is_divided:
+                bucket.grad_part.mul_(self._comm.world_size)
+            bucket.grad_part.add_(part)
+        bucket.is_fresh = bucket.is_divided = False
+
+    # -- meeting
+
+    @contextlib.contextmanager
+    def meeting(self, kind: Kind) -> Iterator[None]:
+        """Run the body, then `sync`; what the body raises on one rank, all raise."""
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        self.sync(kind, problem)
+
+    def sync(self, kind: Kind, problem: Exception | None = None) -> None:
+        """Meet all ranks; see the top of this file. Does nothing for one rank but to raise its problem.
+
+        Args:
+            kind: where this rank is. In a clip or step it goes on until all ranks are there.
+            problem: why this rank cannot go on; then all raise, and no gradient is changed.
+
+        Raises:
+            RuntimeError: on all ranks: if one has a problem, gradients were cleared on some ranks only, or ranks
+                call different methods. In the last two cases the window is lost, and gradients are cleared.
+        """
+        if self._comm.world_size == 1:
+            if problem is not None:
+                raise problem
+            return
+        if kind is not Kind.BACKWARD:
+            self._mind_failure()
+        while True:
+            said = self._exchange(kind, problem)
+            if said.has_problem:
+                self._comm.raise_together(problem)
+            self._join(said)
+            mismatch = said.mismatch()
+            if mismatch is not None:
+                self._lose(mismatch)
+            self._settle_all(said)
+            self._reduce_dirty(said)
+            self._hang(said)
+            self.note_versions()
+            if kind is Kind.BACKWARD or said.all_are(kind):
+                return
+
+    def _exchange(self, kind: Kind, problem: Exception | None) -> Says:
+        message = self._ballot.fill(kind, has_started=self._num_launched > 0, has_problem=problem is not None)
+        return self._ballot.read(self._comm.exchange(message))
+
+    def _join(self, said: Says) -> None:
+        if said.has_started:
+            for bucket in self._buffers.buckets[self._num_launched :]:
+                self._start(bucket, bucket.zeros(bucket.plan.numel), [])
+        self._num_launched = 0
+
+    def _settle_all(self, said: Says) -> None:
+        while self._parcels:
+            parcel = self._parcels.popleft()
+            self._settle(parcel, [entry for entry in parcel.bucket.entries if said.was_dropped(entry)])
+
+    def _reduce_dirty(self, said: Says) -> None:
+        """Reduce buckets that hold on some rank what was not launched: in place, each while the next one starts."""
+        started: deque[tuple[Bucket, Pending]] = deque()
+        for bucket in self._buffers.buckets:
+            if said.is_dirty(bucket):
+                started.append((bucket, self._start_in_place(bucket)))
+                bucket.is_dirty = False
+            if len(started) >= MAX_IN_FLIGHT:
+                self._finish_in_place(*started.popleft())
+        while started:
+            self._finish_in_place(*started.popleft())
+
+    def _start_in_place(self, bucket: Bucket) -> Pending:
+        if bucket.is_lending:
+            content = self._take(bucket)
+        else:
+            self._buffers.zero_absent_in(bucket)
+            content = bucket.lend()
+        if self._shard == "none":
+            return self._comm.start_all_reduce(content)
+        return self._comm.start_reduce(content, is_awaited=True)
+
+    def _finish_in_place(self, bucket: Bucket, pending: Pending) -> None:
+        result = pending.wait()
+        if self._shard == "none":
+            result.div_(self._comm.world_size)
+        elif bucket.is_lending:
+            self._add_part(bucket, result)
+        else:
+            grad = bucket.lend()
+            grad[: bucket.span.start].zero_()
+            grad[bucket.span.end :].zero_()
+            bucket.grad_part.copy_(result)
+
+    def _hang(self, said: Says) -> None:
+        """Give every parameter that has a gradient on some rank its ``.grad``, on all."""
+        given = []
+        for entry in self._buffers.entries:
+            if not said.has(entry):
+                continue
+            given.append(entry)
+            if entry.bucket.is_lending:
+                entry.slot.is_reduced = True
+            elif entry.param.grad is None:
+                entry.param.grad = entry.slot.main_grad
+        self._ballot.give_all(given)
+
+    def _lose(self, reason: str) -> NoReturn:
+        while self._parcels:
+            self._parcels.popleft().pending.wait()
+        for entry in self._buffers.entries:
+            entry.param.grad = None
+        self.cleared()
+        self._ballot.give_all([])
+        self.note_versions()
+        self._on_lost()
+        raise RuntimeError(
+            f"{reason}. All ranks raise this: the gradients of this window are lost, and were cleared. Call "
+            "optimizer.zero_grad() on all ranks and go on with the next window"
+        )
+
+    # -- edits from outside
+
+    def note_versions(self) -> None:
+        """Note that gradients were last written by a backward, or by fusedopt."""
+        for bucket in self._buffers.buckets:
+            bucket.note_version()
+
+    def edited_outside(self) -> list[Bucket]:
+        """Return the buckets whose main_grads something other than a backward or fusedopt wrote into."""
+        if self._watch.has_failed or self._comm.world_size == 1:
+            return []
+        return [bucket for bucket in self._buffers.buckets if bucket.was_written()]
+
+
+def _span_of(entry: Entry, result: Tensor, bucket: Bucket, *, is_whole: bool) -> Tensor:
+    """Return the elements of ``entry`` in a reduced bucket, or in this rank's part of one."""
+    start, end = entry.slot.start, entry.slot.start + entry.param.numel()
+    if not is_whole:
+        start, end = (min(max(edge, bucket.span.start), bucket.span.end) - bucket.span.start for edge in (start, end))
+    return result[start:end]
