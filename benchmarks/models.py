@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -82,4 +82,49 @@ def linears_as_fast_as_fp32() -> Iterator[None]:
         return
     linear, matmul = _through_fp32(functional.linear), _through_fp32(torch.Tensor.matmul)
     with mock.patch.object(functional, "linear", linear), mock.patch.object(torch.Tensor, "matmul", matmul):
+        yield
+
+
+class _LinearThroughFloat32(torch.autograd.Function):
+    """A bf16 linear layer whose three products run in fp32; it keeps, as torch's own does, only bf16 operands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return (x.float() @ weight.float().T).bfloat16()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad_output = grad_output.float()
+        grad_input = grad_weight = None
+        with torch.autocast("cpu", enabled=False):
+            if ctx.needs_input_grad[0]:
+                grad_input = (grad_output @ weight.float()).bfloat16()
+            if ctx.needs_input_grad[1]:
+                grad_weight = (grad_output.flatten(0, -2).T @ x.flatten(0, -2).float()).bfloat16()
+        return grad_input, grad_weight
+
+
+def _linear_under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if torch.is_autocast_enabled("cpu"):
+        x, weight = x.bfloat16(), weight.bfloat16()  # as autocast does, seen by autograd; nothing without it
+    if bias is not None or x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16:
+        raise TypeError(f"found {x.dtype} and {weight.dtype}, needed bf16 operands and no bias; run the layer in bf16")
+    with torch.autocast("cpu", enabled=False):
+        product: Tensor = _LinearThroughFloat32.apply(x, weight)  # type: ignore[no-untyped-call]
+    return product
+
+
+@contextmanager
+def all_linears_as_fast_as_fp32() -> Iterator[None]:
+    """Return a context like `linears_as_fast_as_fp32` in which autocast, too, multiplies through fp32.
+
+    The layers of bf16 models and of fp32 models under ``torch.autocast(dtype=bfloat16)`` then run the same
+    products, and hold between forward and backward what they hold where bf16 is fast: bf16 operands, no fp32 copies.
+    """
+    if not is_bf16_slow():
+        yield
+        return
+    with mock.patch.object(functional, "linear", _linear_under_autocast):
         yield

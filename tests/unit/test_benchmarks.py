@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
-from benchmarks import backward, optimizer_phase, timing
-from benchmarks.models import TINY, make_llama
+from benchmarks import backward, data_parallel, optimizer_phase, timing
+from benchmarks.data_parallel_worker import SYSTEMS, Setup, System
+from benchmarks.models import TINY, all_linears_as_fast_as_fp32, make_llama
 from benchmarks.run import BENCHES, main
 from fusedopt.layout import ALIGNMENT
 
@@ -154,3 +155,64 @@ def test_ratios_in_rounds_cancel_slow_rounds():
     slow, fast = [2.0, 200.0, 4.0], [1.0, 100.0, 2.0]
     assert timing.median_of_ratios(slow, fast) == 2.0
     assert timing.ratio_of_medians([2.0, 200.0, 6.0], [1.0, 100.0, 2.0]) == 3.0
+
+
+def test_data_parallel_systems_take_the_same_steps_and_send_what_they_claim(tmp_path, capsys):
+    names = ["fusedopt_none", "fusedopt_optimizer", "fusedopt_gradients", "ddp_autocast", "fsdp2"]
+    data_parallel.main(["--tiny", "--repeats", "2", "--out", str(tmp_path), "--systems", *names])
+    (path,) = tmp_path.glob("data_parallel_gloo_*.jsonl")
+    rows = {row["contestant"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+    assert list(rows) == names
+    for name, row in rows.items():
+        assert row.keys() >= ENVIRONMENT | {"bench", "model", "dtype", "arithmetic", "same_arithmetic_as", "repeats"}
+        assert 0 < row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"]
+        assert 0 < row["held_bytes"] < row["window_peak_bytes"]
+        assert row["last_loss"] < row["first_loss"]
+        for key in ("first_loss", "last_loss"):  # bf16 has 8 bits, and few of the roundings differ
+            assert abs(row[key] - rows["ddp_autocast"][key]) < 2**-8 * row[key], name
+    assert rows["fusedopt_none"]["best_peer"] == "ddp_autocast"
+    assert rows["fusedopt_gradients"]["best_peer_of_same_arithmetic"] == "fsdp2"
+    assert rows["ddp_autocast"]["held_bytes_per_param"] == pytest.approx(16, rel=0.01)
+    assert rows["ddp_autocast"]["sent_bytes_per_param"] >= 4  # others may send on loopback meanwhile
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names)
+
+
+def test_a_failed_rank_ends_the_run_with_its_traceback():
+    with (
+        pytest.raises(RuntimeError, match=r"fusedopt_none: rank . failed in 'no_such_command'"),
+        data_parallel.running(["fusedopt_none"], Setup(TINY, 25, True)) as pairs,
+    ):
+        pairs["fusedopt_none"].ask("no_such_command")
+    assert not any(process.is_alive() for process in pairs["fusedopt_none"].processes)
+
+
+def test_every_system_says_what_it_computes_and_sends():
+    assert set(data_parallel.PEERS) <= set(SYSTEMS)
+    assert {peer for peers in data_parallel.PEERS.values() for peer in peers} <= set(SYSTEMS)
+    for kind in SYSTEMS.values():
+        assert issubclass(kind, System)
+        assert kind.arithmetic
+        assert kind.state_formula
+        assert kind.traffic_formula
+
+
+def test_bf16_linears_through_fp32_are_the_same_for_a_bf16_model_and_under_autocast(monkeypatch):
+    monkeypatch.setattr("benchmarks.models.is_bf16_slow", lambda: True)
+    torch.manual_seed(0)
+    narrow = torch.nn.Linear(32, 16, bias=False).bfloat16()
+    wide = torch.nn.Linear(32, 16, bias=False)
+    wide.load_state_dict(narrow.state_dict())
+    x = torch.randn(4, 5, 32).bfloat16()
+    with all_linears_as_fast_as_fp32():
+        out = narrow(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            also = wide(x.float())
+        out.float().square().sum().backward()
+        also.float().square().sum().backward()
+    assert out.dtype == also.dtype == torch.bfloat16
+    assert torch.equal(out, also)
+    assert torch.equal(narrow.weight.grad.float(), wide.weight.grad)
+    assert torch.equal(out, (x.float() @ narrow.weight.float().T).bfloat16())
+    assert bool(narrow.weight.grad.isfinite().all())
+    assert bool(narrow.weight.grad.any())
