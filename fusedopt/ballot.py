@@ -90,10 +90,16 @@ class Ballot:
         self._votes_on_given.clear()
         self._given = {entry.number: self._mark(entry) for entry in entries}
 
-    def fill(self, kind: Kind, *, has_started: bool, has_problem: bool) -> Tensor:
-        """Return what this rank says, uint8 on CPU."""
+    def fill(self, kind: Kind, *, num_launched: int, has_problem: bool) -> Tensor:
+        """Return what this rank says, uint8 on CPU.
+
+        Args:
+            kind: where it is.
+            num_launched: buckets launched in this round.
+            has_problem: whether it cannot go on.
+        """
         buffers = self._buffers
-        head = [int(kind is k) for k in Kind] + [int(has_started), int(has_problem)]
+        head = [int(kind is k) for k in Kind] + [int(num_launched > 0), int(has_problem)]
         for number in (len(buffers.entries), len(buffers.buckets)):
             low = number.to_bytes(_NUMBER_BYTES, "little")
             head += [*low, *(255 - byte for byte in low)]
@@ -101,7 +107,9 @@ class Ballot:
         bits = [self._bits(entry) for entry in buffers.entries]
         for bit in _PER_PARAM:
             body += bytes(1 if value & bit else 0 for value in bits)
-        body += bytes(_is_dirty(bucket) for bucket in buffers.buckets)
+        hangs = [any(entry.param.grad is not None for entry in bucket.entries) for bucket in buffers.buckets]
+        body += bytes(h and bucket.is_dirty for h, bucket in zip(hangs, buffers.buckets, strict=True))
+        body += bytes(h and bucket.index >= num_launched for h, bucket in zip(hangs, buffers.buckets, strict=True))
         body += bytes(-len(body) % _BLOCK)
         return torch.frombuffer(body, dtype=torch.uint8)
 
@@ -132,7 +140,11 @@ class Ballot:
             start += 2 * _NUMBER_BYTES
         num = len(self._buffers.entries)
         rows = [said[start + i * num : start + (i + 1) * num] for i in range(len(_PER_PARAM))]
-        dirty = said[start + len(_PER_PARAM) * num :]
+        start, num = start + len(_PER_PARAM) * num, len(self._buffers.buckets)
+        dirty, stays = said[start : start + num], said[start + num : start + 2 * num]
+        if has_started and self._buffers.sharding.shard == "none":
+            # The mean of before hangs on every rank. Some sent it with the round, so it has to move on all.
+            dirty = bytes(map(max, dirty, stays))
         return Says(kinds, has_started, has_problem, agrees, rows, dirty, self._buffers)
 
 
@@ -176,7 +188,3 @@ class Says:
                 shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
                 return f"the gradient of parameter {shown} was cleared or replaced on some ranks only"
         return None
-
-
-def _is_dirty(bucket: Bucket) -> bool:
-    return bucket.is_dirty and any(entry.param.grad is not None for entry in bucket.entries)

@@ -26,34 +26,19 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
-from torch import Tensor
 
 from fusedopt.backward import BackwardWatch
 from fusedopt.ballot import Ballot, Kind, Says
 from fusedopt.buckets import Bucket, Slot
-from fusedopt.buffers import Buffers, Entry
-from fusedopt.comm import DataParallelGroup, Pending
+from fusedopt.buffers import Buffers
+from fusedopt.comm import DataParallelGroup
+from fusedopt.transport import Parcel, Transport
 
 MAX_IN_FLIGHT = 2
 """Buckets launched from hooks at once: what overlap may cost in memory."""
-
-
-@dataclass
-class Parcel:
-    """The content of a bucket on its way through a reduction."""
-
-    bucket: Bucket
-    pending: Pending
-    sent: list[Entry]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank sent a gradient of every parameter in it."""
-        return len(self.sent) == len(self.bucket.entries)
 
 
 class Reduction:
@@ -86,6 +71,7 @@ class Reduction:
         self._on_lost = on_lost
         self._shard = buffers.sharding.shard
         self._ballot = Ballot(buffers)
+        self._transport = Transport(comm, buffers)
         self._watch = BackwardWatch(self._backward_began, self._backward_ended)
         self._parcels: deque[Parcel] = deque()
         self._num_launched = 0  # in this round
@@ -207,28 +193,10 @@ class Reduction:
 
     def _launch(self, bucket: Bucket) -> None:
         """Move the bucket's content out and start its reduction."""
-        sent = [entry for entry in bucket.entries if entry.param.grad is not None]
-        self._ballot.send(sent)
-        self._start(bucket, self._take(bucket), sent)
-        bucket.is_dirty = False
-
-    def _take(self, bucket: Bucket) -> Tensor:
-        if bucket.is_lending:
-            taken = bucket.take_back()
-            return taken if taken is not None else bucket.zeros(bucket.plan.numel)
-        self._buffers.zero_absent_in(bucket)
-        grad = bucket.lend()
-        copy = grad.clone()
-        grad.zero_()
-        return copy
-
-    def _start(self, bucket: Bucket, content: Tensor, sent: list[Entry]) -> None:
-        if self._shard == "none":
-            pending = self._comm.start_all_reduce(content)
-        else:
-            pending = self._comm.start_reduce(content, is_awaited=False)
-        self._parcels.append(Parcel(bucket, pending, sent))
+        self._ballot.send([entry for entry in bucket.entries if entry.param.grad is not None])
+        self._parcels.append(self._transport.launch(bucket))
         self._num_launched += 1
+        bucket.is_dirty = False
 
     def _settle_finished(self) -> None:
         """Settle what arrived, in order, where no vote can change it any more than a clear changes main_grad."""
@@ -236,27 +204,8 @@ class Reduction:
             parcel = self._parcels[0]
             if not (parcel.is_whole and parcel.pending.is_done() and self._ballot.all_kept(parcel.sent)):
                 return
-            self._settle(self._parcels.popleft(), [])
+            self._transport.settle(self._parcels.popleft())
             self._ballot.give(parcel.sent)
-
-    def _settle(self, parcel: Parcel, dropped: list[Entry]) -> None:
-        """Add a reduced bucket to what arrived meanwhile."""
-        bucket, result = parcel.bucket, parcel.pending.wait()
-        for entry in dropped:
-            _span_of(entry, result, bucket, is_whole=self._shard == "none").zero_()
-        if self._shard == "none":
-            bucket.lend().add_(result.div_(self._comm.world_size))
-        else:
-            self._add_part(bucket, result)
-
-    def _add_part(self, bucket: Bucket, part: Tensor) -> None:
-        if bucket.is_fresh:  # as every lent bucket after a clear
-            bucket.grad_part.copy_(part)
-        else:
-            if bucket.is_divided:
-                bucket.grad_part.mul_(self._comm.world_size)
-            bucket.grad_part.add_(part)
-        bucket.is_fresh = bucket.is_divided = False
 
     # -- meeting
 
@@ -303,53 +252,32 @@ class Reduction:
                 return
 
     def _exchange(self, kind: Kind, problem: Exception | None) -> Says:
-        message = self._ballot.fill(kind, has_started=self._num_launched > 0, has_problem=problem is not None)
+        message = self._ballot.fill(kind, num_launched=self._num_launched, has_problem=problem is not None)
         return self._ballot.read(self._comm.exchange(message))
 
     def _join(self, said: Says) -> None:
         if said.has_started:
             for bucket in self._buffers.buckets[self._num_launched :]:
-                self._start(bucket, bucket.zeros(bucket.plan.numel), [])
+                self._parcels.append(self._transport.join(bucket))
         self._num_launched = 0
 
     def _settle_all(self, said: Says) -> None:
         while self._parcels:
             parcel = self._parcels.popleft()
-            self._settle(parcel, [entry for entry in parcel.bucket.entries if said.was_dropped(entry)])
+            dropped = [entry for entry in parcel.bucket.entries if said.was_dropped(entry)]
+            self._transport.settle(parcel, dropped, is_final=not said.is_dirty(parcel.bucket))
 
     def _reduce_dirty(self, said: Says) -> None:
         """Reduce buckets that hold on some rank what was not launched: in place, each while the next one starts."""
-        started: deque[tuple[Bucket, Pending]] = deque()
+        started: deque[Parcel] = deque()
         for bucket in self._buffers.buckets:
             if said.is_dirty(bucket):
-                started.append((bucket, self._start_in_place(bucket)))
+                started.append(self._transport.start_in_place(bucket))
                 bucket.is_dirty = False
             if len(started) >= MAX_IN_FLIGHT:
-                self._finish_in_place(*started.popleft())
+                self._transport.finish_in_place(started.popleft())
         while started:
-            self._finish_in_place(*started.popleft())
-
-    def _start_in_place(self, bucket: Bucket) -> Pending:
-        if bucket.is_lending:
-            content = self._take(bucket)
-        else:
-            self._buffers.zero_absent_in(bucket)
-            content = bucket.lend()
-        if self._shard == "none":
-            return self._comm.start_all_reduce(content)
-        return self._comm.start_reduce(content, is_awaited=True)
-
-    def _finish_in_place(self, bucket: Bucket, pending: Pending) -> None:
-        result = pending.wait()
-        if self._shard == "none":
-            result.div_(self._comm.world_size)
-        elif bucket.is_lending:
-            self._add_part(bucket, result)
-        else:
-            grad = bucket.lend()
-            grad[: bucket.span.start].zero_()
-            grad[bucket.span.end :].zero_()
-            bucket.grad_part.copy_(result)
+            self._transport.finish_in_place(started.popleft())
 
     def _hang(self, said: Says) -> None:
         """Give every parameter that has a gradient on some rank its ``.grad``, on all."""
@@ -362,6 +290,8 @@ class Reduction:
                 entry.slot.is_reduced = True
             elif entry.param.grad is None:
                 entry.param.grad = entry.slot.main_grad
+        for bucket in self._buffers.buckets:
+            self._transport.undivide(bucket)
         self._ballot.give_all(given)
 
     def _lose(self, reason: str) -> NoReturn:
@@ -390,11 +320,3 @@ class Reduction:
         if self._watch.has_failed or self._comm.world_size == 1:
             return []
         return [bucket for bucket in self._buffers.buckets if bucket.was_written()]
-
-
-def _span_of(entry: Entry, result: Tensor, bucket: Bucket, *, is_whole: bool) -> Tensor:
-    """Return the elements of ``entry`` in a reduced bucket, or in this rank's part of one."""
-    start, end = entry.slot.start, entry.slot.start + entry.param.numel()
-    if not is_whole:
-        start, end = (min(max(edge, bucket.span.start), bucket.span.end) - bucket.span.start for edge in (start, end))
-    return result[start:end]

@@ -1,0 +1,101 @@
+"""What a layout costs: bytes on each rank, and collectives and bytes on the wire in each window.
+
+    parameters -> layout -> [planner]
+
+Integer arithmetic only, from the same layout that is then allocated. Bytes, unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusedopt.layout import Bucket, ParamSpec, Span, intersect, plan_buckets
+
+MAIN_NBYTES = 4
+"""Of one fp32 element: main_grad, main_param."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one rank pays.
+
+    Attributes:
+        model: trainable parameters, in their own dtype.
+        main_grad, main_param, state: as allocated, padding included; state without its scalars.
+        num_reduces, num_gathers: collectives in a window, one for each bucket: under ``"gradients"`` each of the
+            window's backwards reduces, else one does.
+        reduce_nbytes, gather_nbytes: sent by this rank in a window.
+    """
+
+    model: int
+    main_grad: int
+    main_param: int
+    state: int
+    num_reduces: int
+    num_gathers: int
+    reduce_nbytes: int
+    gather_nbytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes held between steps."""
+        return self.model + self.main_grad + self.main_param + self.state
+
+
+def cost(
+    specs: Sequence[ParamSpec],
+    *,
+    bucket_numel: int,
+    model_nbytes: int = 2,
+    state_nbytes: int = 8,
+    shard: str = "none",
+    shard_by: str = "element",
+    world_size: int = 1,
+    rank: int = 0,
+    num_micro_batches: int = 1,
+) -> Cost:
+    """Return what a wrapper over ``specs`` costs on ``rank``.
+
+    Args:
+        specs: one per parameter, in order of registration; parameters with different keys share no bucket.
+        bucket_numel: elements, see `plan_buckets`.
+        model_nbytes: of one model parameter's element: 2 for bf16 and fp16, 4 for fp32, which needs no main_param.
+        state_nbytes: of inner state for one element: 8 for Adam.
+        shard: ``"none"``, ``"optimizer"`` or ``"gradients"``.
+        shard_by: ``"element"`` or ``"parameter"``.
+        world_size: ranks that share the buckets.
+        rank: of them.
+        num_micro_batches: backwards in a window.
+
+    The wire: with W ranks an all-reduce of n bytes sends 2 (W-1)/W n from each rank, a reduce-scatter or an
+    all-gather (W-1)/W n, which are the lower bounds (Chan et al., Collective communication, 2007).
+    """
+    is_sharded = shard != "none" and world_size > 1
+    buckets = plan_buckets(specs, bucket_numel, world_size if is_sharded else 1, shard_by)
+    whole = sum(bucket.numel for bucket in buckets)
+    part = whole // world_size if is_sharded else whole
+    owned = sum(_owned(bucket, rank if is_sharded else 0) for bucket in buckets)
+    num_reduces = num_micro_batches if shard == "gradients" and is_sharded else 1
+    return Cost(
+        model=model_nbytes * sum(spec.numel for spec in specs),
+        main_grad=MAIN_NBYTES * (part if shard == "gradients" else whole),
+        main_param=MAIN_NBYTES * part if model_nbytes < MAIN_NBYTES else 0,
+        state=state_nbytes * owned,
+        num_reduces=len(buckets) * num_reduces if world_size > 1 else 0,
+        num_gathers=len(buckets) if is_sharded else 0,
+        reduce_nbytes=num_reduces * _sent(buckets, MAIN_NBYTES, world_size, 1 if is_sharded else 2),
+        gather_nbytes=_sent(buckets, model_nbytes, world_size, 1) if is_sharded else 0,
+    )
+
+
+def _owned(bucket: Bucket, rank: int) -> int:
+    """Return the elements of parameters, without padding, that ``rank`` updates."""
+    shard = bucket.shard_span(rank)
+    spans = (intersect(placement.span, shard) for placement in bucket.placements)
+    return sum(span.numel for span in spans if isinstance(span, Span))
+
+
+def _sent(buckets: Sequence[Bucket], element_nbytes: int, world_size: int, times: int) -> int:
+    """Return the bytes one rank sends when every bucket travels ``times``."""
+    return sum(times * (element_nbytes * bucket.numel * (world_size - 1) // world_size) for bucket in buckets)
