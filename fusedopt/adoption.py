@@ -45,6 +45,8 @@ class Adoption:
         self._frozen: list[tuple[int, str, nn.Parameter]] = []
         self.entries: dict[int, Entry] = {}
         """All trainable parameters, by ``id`` of the model parameter."""
+        self.unfrozen: list[nn.Parameter] = []
+        """Those that began to require a gradient after wrapping, in that order: their memory lies apart."""
 
     def adopt_group(self, index: int, group: Group) -> None:
         """Give buffers, hooks and main_params to the trainable parameters of outer group ``index``."""
@@ -69,6 +71,7 @@ class Adoption:
         self._frozen = [item for item in self._frozen if not item[2].requires_grad]
         for index, name, param in unfrozen:
             self._arrival.unwatch(param)
+            self.unfrozen.append(param)
             self._adopt(index, [(name, param)])
 
     def _adopt(self, index: int, named: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -86,3 +89,4 @@ class Adoption:
         self._buffers.release()
         self.entries.clear()
         self._frozen.clear()
+        self.unfrozen.clear()

@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from fusedopt.buffers import Entry
+from fusedopt.parts import Cut, take, wrap
+from fusedopt.pieces import checkpoint_wants, to_checkpoint
+from fusedopt.scratch import global_step_hooks_muted, state_to_come
+
+HAS_STATE = "has_state"
+"""Beside a parameter's state in torch's checkpoints: whether it had any."""
 
 _MISSING = object()
 _NOT_HYPER_PARAMETERS = ("params", "param_names")
@@ -45,6 +49,9 @@ class InnerOptimizers:
         self._main_of: dict[int, nn.Parameter | None] = {}  # None: another rank updates it
         self._param_of: dict[int, nn.Parameter] = {}
         self._home_of: dict[int, Optimizer] = {}
+        self._entry_of: dict[int, Entry] = {}
+        self.consolidated: dict[Any, Any] | None = None
+        """State of all parameters whole, where this rank has it; gone as soon as any of it may have changed."""
         self.set_aside: dict[int, Tensor] = {}
         """main_params that were loaded for parameters still frozen, by ``id``; `adopt` takes them up."""
         self._stepped: set[int] = set()
@@ -115,16 +122,18 @@ class InnerOptimizers:
         optimizer = self.optimizer_of(index)
         for entry in entries:
             self._main_of[id(entry.param)] = main_param = entry.main_param
+            self._entry_of[id(entry.param)] = entry
             if main_param is not None:
                 self._param_of[id(main_param)] = entry.param
                 self._home_of[id(main_param)] = optimizer
             if id(entry.param) in self.set_aside:
-                entry.load_main_param(self.set_aside.pop(id(entry.param)))
+                entry.load_main_param(take(self.set_aside.pop(id(entry.param)), cut_of(entry)))
             if main_param is not entry.param and entry.param in optimizer.state:
                 state = optimizer.state.pop(entry.param)
                 if main_param is not None:
-                    part = main_part(state, entry)
+                    part = take(state, cut_of(entry))
                     optimizer.state[main_param] = _cast_state(part, entry.param.dtype, main_param.dtype)
+        self.consolidated = None
         self._list_main_params(index)
 
     def release(self) -> None:
@@ -145,6 +154,7 @@ class InnerOptimizers:
         self._main_of.clear()
         self._param_of.clear()
         self._home_of.clear()
+        self._entry_of.clear()
 
     def _list_main_params(self, index: int) -> None:
         mains = [self._main_of.get(id(param), param) for param in self._model_params[index]]
@@ -188,6 +198,7 @@ class InnerOptimizers:
     def forget_steps(self) -> None:
         """Treat every parameter's next step as its first: state was loaded."""
         self._stepped.clear()
+        self.consolidated = None
 
     def step(
         self,
@@ -207,7 +218,7 @@ class InnerOptimizers:
         Returns:
             What the inner optimizer's ``step`` returned.
         """
-        result = None
+        result = self.consolidated = None
         hang_gradients(entries)
         try:
             with global_step_hooks_muted():
@@ -224,6 +235,7 @@ class InnerOptimizers:
     def call(self, method: str) -> bool:
         """Call ``method`` (train, eval) on the inner optimizers that have it; return whether any has."""
         found = [getattr(opt, method) for opt in self.optimizers if callable(getattr(opt, method, None))]
+        self.consolidated = None
         for bound in found:
             bound()
         return bool(found)
@@ -241,6 +253,32 @@ class InnerOptimizers:
         home = self._home_of.get(id(main_param))
         holders = (opt for opt in self.optimizers if main_param in opt.state)
         return home or next(holders, self.optimizers[0])
+
+    def for_checkpoint(self, param: Any, *, is_template: bool = False) -> dict[Any, Any]:
+        """Return what torch.distributed.checkpoint saves and loads of the state of model parameter ``param``.
+
+        It loads what is listed and nothing else, so state that is still to come is listed, too, and ``has_state`` says
+        that there was none; a template, into which torch itself copies whole state, goes without that.
+
+        Raises:
+            RuntimeError: naming the parameter, if its state is not known before its first step.
+        """
+        entry, main = self._entry_of.get(id(param)), self.main_of(param)
+        home = self.home_of(main)
+        state = dict(home.state.get(main, {}))
+        if entry is None:
+            return state
+        name, cut, has_state = entry.slot.name, cut_of(entry), bool(state)
+        if main is None:  # known by name on every rank: torch looks for the device of what it loads
+            nothing = to_checkpoint(entry.bucket.grad_part[:0], cut.shape, cut.strides, None)
+            return {"main_param": nothing} if entry.bucket.main is not None else {}
+        if not has_state:
+            group = next(g for g in home.param_groups if any(p is main for p in g["params"]))
+            state = state_to_come(home, group, main, name)
+        if entry.is_rounded:
+            state["main_param"] = main.detach()
+        state = wrap(state, cut)
+        return state if is_template else {**state, HAS_STATE: torch.tensor(has_state)}
 
     def state_nbytes(self) -> int:
         """Return the bytes of all tensors in inner state."""
@@ -263,16 +301,6 @@ class InnerOptimizers:
             opt.state.update({self.main_of(key): value for key, value in state["state"].items()})
 
 
-def from_portable(parts: Sequence[tuple[type[Optimizer], dict[str, Any]]]) -> list[Optimizer]:
-    """Rebuild plain optimizers from `InnerOptimizers.portable`, the way torch unpickles them, without state."""
-    optimizers = []
-    for cls, state in parts:
-        opt = cls.__new__(cls)
-        opt.__setstate__({**state, "state": defaultdict(dict)})
-        optimizers.append(opt)
-    return optimizers
-
-
 def hang_gradients(entries: Sequence[Entry]) -> None:
     """Give main_params the gradients of their model parameters, None included."""
     for entry in entries:
@@ -280,20 +308,9 @@ def hang_gradients(entries: Sequence[Entry]) -> None:
             entry.main_param.grad = entry.grad_part if entry.has_grad else None
 
 
-def main_part(value: Any, entry: Entry) -> Any:
-    """Return what belongs to the main_param of ``entry`` of state for the whole parameter, however deep.
-
-    Tensors of the parameter's shape are cut, where the main_param is; everything else is as it was.
-    """
-    param, main_param, part = entry.param, entry.main_param, entry.part
-    if main_param is None or part is None or main_param.shape == param.shape:
-        return value
-    if isinstance(value, Tensor) and value.shape == param.shape:
-        flat = torch.empty_strided(param.shape, entry.slot.strides, dtype=value.dtype, device=value.device).copy_(value)
-        return flat.as_strided((param.numel(),), (1,))[part.start : part.end].clone()
-    if isinstance(value, dict):
-        return {key: main_part(item, entry) for key, item in value.items()}
-    return type(value)(main_part(item, entry) for item in value) if type(value) in (list, tuple) else value
+def cut_of(entry: Entry) -> Cut:
+    """Return which elements of the parameter of ``entry`` are this rank's."""
+    return Cut(tuple(entry.slot.shape), entry.slot.strides, entry.part)
 
 
 class StateView(MutableMapping[Any, Any]):
@@ -306,7 +323,13 @@ class StateView(MutableMapping[Any, Any]):
         main_param = self._inner.main_of(key)
         return {None: {}} if main_param is None else self._inner.home_of(main_param).state  # None: on another rank
 
+    def __bool__(self) -> bool:
+        # torch.distributed.checkpoint makes a step where there is no state yet; ours is listed without one.
+        return len(self) > 0 or checkpoint_wants() is not None
+
     def __getitem__(self, key: Any) -> Any:
+        if checkpoint_wants() is not None:  # it takes from here the names of what it loads
+            return self._inner.for_checkpoint(key)
         return self._home(key)[self._inner.main_of(key)]
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -375,20 +398,3 @@ def _attributes(target: Optimizer, **values: Tensor | None) -> Iterator[None]:
     finally:
         for name in given:
             del vars(target)[name]
-
-
-@contextlib.contextmanager
-def global_step_hooks_muted() -> Iterator[None]:
-    """Keep torch's global step hooks to the wrapper's own step, which fires them: once a step, not twice."""
-    registries: list[dict[Any, Any]] = [
-        torch_optimizer._global_optimizer_pre_hooks,
-        torch_optimizer._global_optimizer_post_hooks,
-    ]
-    saved = [dict(registry) for registry in registries]
-    for registry in registries:
-        registry.clear()
-    try:
-        yield
-    finally:
-        for registry, hooks in zip(registries, saved, strict=True):
-            registry.update(hooks)

@@ -353,9 +353,11 @@ def checkpoint_wants() -> str | None:
     frames do, however many a user's own ``state_dict()`` puts in between.
 
     Returns:
-        None where it is not among the callers; ``"parts"`` where it is and takes `CheckpointPiece`; ``"whole"``
-        where it was called with ``StateDictOptions(full_state_dict=True)`` and does not broadcast: it would hand
-        pieces on as if they were whole, or fail on keys that only some ranks have.
+        None where it is not among the callers; ``"parts"`` where it is and takes `CheckpointPiece`; ``"template"``
+        where it takes that and itself puts whole tensors in the place of all it knows of
+        (``StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)``); ``"whole"`` where it was called with
+        ``StateDictOptions(full_state_dict=True)`` and does not broadcast: it would hand pieces on as if they were
+        whole, or fail on keys that only some ranks have.
     """
     wants = None
     frame: FrameType | None = sys._getframe(1) if _CHECKPOINT in sys.modules else None
@@ -367,6 +369,6 @@ def checkpoint_wants() -> str | None:
             is_template = frame.f_code.co_name == "_load_optim_state_dict"
             if is_whole or (is_template and not getattr(info, "broadcast_from_rank0", True)):
                 return "whole"
-            wants = "parts"
+            wants = "template" if is_template or wants == "template" else "parts"
         frame = frame.f_back
     return wants

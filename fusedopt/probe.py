@@ -9,9 +9,6 @@ parameter decide about another, and cannot be sharded at all.
 
 from __future__ import annotations
 
-import copy
-import warnings
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedopt.inner import InnerOptimizers, from_portable, global_step_hooks_muted
+from fusedopt.inner import InnerOptimizers
+from fusedopt.scratch import copy_over, unnoticed
 
 _SHAPE = (8, 12)
 _NUM_STEPS = 3
@@ -74,15 +72,10 @@ def _draw(seed: int, scale: float = 1.0) -> Tensor:
 def _values(params: Sequence[nn.Parameter], optimizer: Optimizer, group: dict[str, Any]) -> list[Tensor] | None:
     """Return the parameters after a few steps of a copy of ``optimizer``; None where it raises or gives no numbers."""
     device = group["params"][0].device if group["params"] else torch.device("cpu")
-    settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
     moved = [nn.Parameter(param.detach().to(device)) for param in params]
-    state = {**optimizer.__getstate__(), "state": defaultdict(dict), "param_groups": [{**settings, "params": moved}]}
-    devices = [device] if device.type == "cuda" else []
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=devices), global_step_hooks_muted():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(0)
+    with unnoticed(device):
         try:
-            (copied,) = from_portable([(type(optimizer), state)])
+            copied = copy_over(optimizer, group, moved)
             for step in range(_NUM_STEPS):
                 for number, param in enumerate(moved):
                     gradient = _draw(10 * (step + 1) + number, scale=1.0 + 99.0 * number)

@@ -5,23 +5,27 @@
 The format is torch's own packed one, so that stock tools read it: ``state`` by
 parameter number, with ``main_param`` beside the inner state, and ``param_groups``;
 plus one key ``fusedopt`` with names, shapes and dtypes. Tensors and builtins only.
+Under a shard it is one rank's part: see `parts`. A whole one loads into any layout,
+a part into its own; what ``torch.distributed.checkpoint`` gets is a third form,
+without the key, in which parts are whole tensors of which it sees a few blocks.
 
-Knows nothing of hooks or backends.
+Knows nothing of hooks, backends or communication.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fusedopt.buffers import Entry
-from fusedopt.inner import Group, InnerOptimizers
+from fusedopt.inner import HAS_STATE, Group, InnerOptimizers, cut_of
+from fusedopt.loading import has_own_format, load_in_place
+from fusedopt.parts import REMEDY, Cut, label, take
+from fusedopt.plain import check_plain
 
 FORMAT = 1
 KEY = "fusedopt"
@@ -41,7 +45,24 @@ _PARAM_SHAPED_STATE = frozenset(
     )
 )  # the names torch.optim 2.13 uses for state that has the shape of its parameter (Adafactor's factors: others)
 
-_PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+
+@dataclass(frozen=True)
+class Checked:
+    """A state dict that fits, cut to what this rank updates.
+
+    Args:
+        source: as it was given.
+        state: by position of the parameter; its own parts only.
+        others: state under keys that are no parameters.
+        signature: what is under ``fusedopt``, if anything.
+        is_ours: whether a wrapper saved it; a bare optimizer's floats have the parameters' dtype.
+    """
+
+    source: Mapping[str, Any]
+    state: Mapping[int, Mapping[str, Any]]
+    others: Mapping[Any, Any]
+    signature: Mapping[str, Any]
+    is_ours: bool
 
 
 class StateDicts:
@@ -51,10 +72,18 @@ class StateDicts:
         inner: the wrapped optimizers.
         outer_groups: the wrapper's groups, with model parameters.
         entries: all trainable parameters, by ``id`` of the model parameter.
+        part: which one this rank has, ``"1 of 4"``, under a shard; None: everything.
     """
 
-    def __init__(self, inner: InnerOptimizers, outer_groups: Sequence[Group], entries: Mapping[int, Entry]) -> None:
+    def __init__(
+        self,
+        inner: InnerOptimizers,
+        outer_groups: Sequence[Group],
+        entries: Mapping[int, Entry],
+        part: str | None = None,
+    ) -> None:
         self._inner = inner
+        self._part = part
         self._groups = outer_groups
         self._entries = entries
         self._params = [param for group in outer_groups for param in group["params"]]
@@ -84,42 +113,102 @@ class StateDicts:
             elif id(param) not in self._entries:
                 self._inner.set_aside[id(param)] = value.to(param.device, copy=True)
 
+    def cut(self, index: int) -> Cut:
+        """Return which elements of parameter number ``index`` are this rank's; a frozen one is whole everywhere."""
+        param = self._params[index]
+        entry = self._entries.get(id(param))
+        return Cut.whole(param.shape, param.stride()) if entry is None else cut_of(entry)
+
     def pack(self) -> dict[str, Any]:
         """Return the state dict. Tensors are the live ones, not copies, as with torch.
+
+        Under a shard it is this rank's part, or the whole where that was consolidated here.
 
         Raises:
             TypeError: naming a piece of inner state that is neither a tensor nor a builtin.
         """
+        whole = self._inner.consolidated
+        optimizers = enumerate(self._inner.optimizers)
+        custom = {number: opt.state_dict() for number, opt in optimizers if has_own_format(opt)}
+        signature = {**self._signature(), "inner": custom}
+        others = self._others()
+        if len(others) > 1 and any(others.values()):
+            signature["others"] = others  # apart, too: two optimizers may use the same key
+        if self._part is not None and whole is None:
+            signature["parts"] = {self._part: self._spans()}
+        state = self.pack_state() if whole is None else dict(whole)
+        packed_dict = {"state": state, "param_groups": self._pack_groups(), KEY: signature}
+        check_plain({k: v for k, v in packed_dict.items() if k != "state"}, "the state dict")
+        return packed_dict
+
+    def pack_state(self) -> dict[Any, Any]:
+        """Return main_params and inner state by position of the parameter, and what is under other keys.
+
+        Raises:
+            TypeError: as `pack`.
+        """
         state: dict[Any, Any] = {}
-        custom = {}
-        for number, opt in enumerate(self._inner.optimizers):
-            if has_own_format(opt):
-                custom[number] = opt.state_dict()
         for index, param in enumerate(self._params):
             main = self._inner.main_of(param)
             home = self._inner.home_of(main)
-            packed = dict(home.state.get(main, {})) if not has_own_format(home) else {}
+            packed = dict(home.state.get(main, {})) if main is not None and not has_own_format(home) else {}
             own_main_param = self._main_param(param)
             if own_main_param is not None:
                 packed["main_param"] = own_main_param
             if packed:
-                state[index] = packed
-        others = {
+                state[index] = label(packed, self.cut(index))
+        for values in self._others().values():
+            state.update(values)
+        for index, value in state.items():
+            check_plain(index, "a key of the state")
+            check_plain(value, f"the state of parameter {self._name(index)}")
+        return state
+
+    def _others(self) -> dict[int, dict[Any, Any]]:
+        return {
             number: {key: value for key, value in opt.state.items() if not isinstance(key, Tensor)}
             for number, opt in enumerate(self._inner.optimizers)
             if not has_own_format(opt)
         }
-        for values in others.values():
-            state.update(values)
-        signature = {**self._signature(), "inner": custom}
-        if len(others) > 1 and any(others.values()):
-            signature["others"] = others  # apart, too: two optimizers may use the same key
-        packed_dict = {"state": state, "param_groups": self._pack_groups(), KEY: signature}
-        for index, value in state.items():
-            check_plain(index, "a key of the state")
-            check_plain(value, f"the state of parameter {self._name(index)}")
-        check_plain({k: v for k, v in packed_dict.items() if k != "state"}, "the state dict")
-        return packed_dict
+
+    def pack_for_checkpoint(self, *, is_template: bool) -> dict[str, Any]:
+        """Return the state dict in the form for torch.distributed.checkpoint; see `InnerOptimizers.for_checkpoint`.
+
+        Raises:
+            RuntimeError: if there is state that it could not save, or that is not known before its first step.
+        """
+        for number, opt in enumerate(self._inner.optimizers):
+            self.refuse_own_format("torch.distributed.checkpoint cannot tell parameters in it apart")
+            others = self._others()[number]
+            if others:
+                raise RuntimeError(
+                    f"{type(opt).__name__} keeps state under {sorted(map(str, others))}, which are no parameters; "
+                    "torch.distributed.checkpoint saves what belongs to parameters only. Use optimizer.state_dict()"
+                )
+        state = {}
+        for index, param in enumerate(self._params):
+            packed = self._inner.for_checkpoint(param, is_template=is_template)
+            if packed or param.requires_grad:
+                state[index] = packed
+        return {"state": state, "param_groups": self._pack_groups()}
+
+    def refuse_own_format(self, why: str) -> None:
+        """Raise if an inner optimizer's state dict is in a format of its own.
+
+        Raises:
+            RuntimeError: naming the class.
+        """
+        for opt in self._inner.optimizers:
+            if has_own_format(opt):
+                raise RuntimeError(
+                    f"{type(opt).__name__} has a state dict in a format of its own, and {why}. Save every rank's own "
+                    "optimizer.state_dict(), and load it on the same rank"
+                )
+
+    def _spans(self) -> list[list[int] | None]:
+        """Return the elements of every parameter that are this rank's, None where it has none (or it is frozen)."""
+        parts = [self._entries[id(p)].part if id(p) in self._entries else None for p in self._params]
+        return [[part.start, part.end] if part is not None else None for part in parts]
 
     def _pack_groups(self) -> list[Group]:
         numbers = iter(range(len(self._params)))
@@ -142,8 +231,8 @@ class StateDicts:
         names = self._signature()["names"]
         return names[index] if names else f"number {index}"
 
-    def check(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state dict that does not fit, before anything is written.
+    def check(self, state_dict: Mapping[str, Any]) -> Checked:
+        """Refuse a state dict that does not fit, before anything is written; return this rank's part of it.
 
         Raises:
             ValueError: naming the first group, parameter or key that differs, what was found and what was needed.
@@ -160,18 +249,23 @@ class StateDicts:
                 f"the state dict has {len(found)} parameter group(s) with {found} parameters; this optimizer has "
                 f"{len(needed)} with {needed}. Build the optimizer over the same parameters as the saved one"
             )
-        if KEY in state_dict:
-            self._check_signature(state_dict[KEY])
+        signature = state_dict.get(KEY)
+        if signature is not None:
+            self._check_signature(signature)
+            self._check_layout(signature.get("parts"))
         elif len(self._inner.optimizers) > 1 and any(map(has_own_format, self._inner.optimizers)):
             raise ValueError(
                 "a bare state dict cannot be split over several inner optimizers with formats of their own"
             )
-        for index, saved in self._by_index(state_dict).items():
-            self._check_param(index, saved, is_ours=KEY in state_dict)
-
-    def _by_index(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        return {index: state_dict["state"].get(number, {}) for index, number in enumerate(numbers)}
+        saved = [state_dict["state"].get(number, {}) for number in numbers]
+        is_ours = signature is not None or any("main_param" in s or HAS_STATE in s for s in saved)
+        state = {index: self._check_param(index, item, is_ours=is_ours) for index, item in enumerate(saved)}
+        numbered = set(numbers)
+        others = {
+            key: value for key, value in state_dict["state"].items() if key not in numbered and not isinstance(key, int)
+        }
+        return Checked(state_dict, state, others, signature or {}, is_ours)
 
     def _check_signature(self, found: Mapping[str, Any]) -> None:
         needed = self._signature()
@@ -195,161 +289,92 @@ class StateDicts:
                         f"saved and is {want} here. Load it into the model and optimizer it was saved from"
                     )
 
-    def _check_param(self, index: int, saved: Mapping[str, Any], *, is_ours: bool) -> None:
-        param = self._params[index]
+    def _check_layout(self, parts: Any) -> None:
+        """Refuse the part of another layout, and a whole that cannot be cut."""
+        if parts is None:
+            if self._part is not None and any(map(has_own_format, self._inner.optimizers)):
+                self._raise_uncut()
+            return
+        saved_as, spans = next(iter(parts.items())) if self._part not in parts else (self._part, parts[self._part])
+        needed = self._spans()
+        differ = (i for i, (have, want) in enumerate(zip(spans, needed, strict=True)) if have != want)
+        index = next(differ, 0 if self._part is None else None)
+        if index is not None:
+            here = f"part {self._part}, {_say(needed[index])}" if self._part is not None else "the whole"
+            raise ValueError(
+                f"the state dict is part {saved_as} of a sharded optimizer's state and does not fit: of parameter "
+                f"{self._name(index)} it has {_say(spans[index])}; needed here is {here}. {REMEDY}"
+            )
+
+    def _raise_uncut(self) -> None:
+        try:
+            self.refuse_own_format("a whole one cannot be cut")
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
+
+    def _check_param(self, index: int, saved: Mapping[str, Any], *, is_ours: bool) -> Mapping[str, Any]:
+        param, cut = self._params[index], self.cut(index)
+        if cut.span is None:
+            return {}
+        try:
+            own: dict[str, Any] = take(dict(saved), cut)
+        except ValueError as error:
+            raise ValueError(f"the state dict does not fit parameter {self._name(index)}: {error}") from None
         own_main_param = self._main_param(param)
-        if is_ours and own_main_param is not None and "main_param" not in saved:
+        if is_ours and own_main_param is not None and "main_param" not in own:
             raise ValueError(f"the state dict has no main_param for parameter {self._name(index)}; it is incomplete")
         here = self._inner.main_of(param)
         # Other classes give these names to state of other shapes, too (low-rank moments, growing histories).
         is_torchs = type(self._inner.home_of(here)).__module__.startswith("torch.optim")
-        for key, value in saved.items():
+        for key, value in own.items():
             has_param_shape = key == "main_param" or (is_torchs and key in _PARAM_SHAPED_STATE)
             if has_param_shape and isinstance(value, Tensor) and value.shape != here.shape:
                 raise ValueError(
                     f"the state dict does not fit parameter {self._name(index)}: {key!r} has shape "
-                    f"{tuple(value.shape)}, needed is {tuple(here.shape)}. Load it into the model and optimizer it was "
-                    "saved from"
+                    f"{tuple(value.shape)}, needed is {tuple(param.shape)}. Load it into the model and optimizer it "
+                    "was saved from"
                 )
-        main = saved.get("main_param")
+        main = own.get("main_param")
         if main is not None and (not isinstance(main, Tensor) or main.dtype is not torch.float32):
             raise ValueError(
                 f"main_param of parameter {self._name(index)} is {getattr(main, 'dtype', type(main))} in the state "
                 "dict; needed is torch.float32"
             )
+        had_state = own.pop(HAS_STATE, None)
+        if isinstance(had_state, Tensor) and not had_state:  # what was saved beside it were placeholders
+            return {"main_param": main} if main is not None else {}
+        return own
 
-    def unpack(self, state_dict: Mapping[str, Any]) -> None:
+    def unpack(self, checked: Checked) -> None:
         """Load a state dict that `check` accepted, ours or a bare torch optimizer's, into existing storage."""
-        by_index = self._by_index(state_dict)
-        custom = state_dict.get(KEY, {}).get("inner", {})
+        custom = checked.signature.get("inner", {})
         for number, opt in enumerate(self._inner.optimizers):
             if has_own_format(opt):
-                part = custom.get(number, state_dict)
+                part = custom.get(number, checked.source)
             else:
-                part = self._part_for(number, state_dict, by_index)
-            _load_in_place(opt, part, is_ours=KEY in state_dict)
-        self.set_main_params([saved.get("main_param") for saved in by_index.values()])
+                part = self._part_for(number, checked)
+            load_in_place(opt, part, is_ours=checked.is_ours)
+        self.set_main_params([own.get("main_param") for own in checked.state.values()])
         for index, outer in enumerate(self._groups):
             inner = self._inner.group(index)
             outer.update({key: value for key, value in inner.items() if key != "params"})
 
-    def _part_for(self, number: int, state_dict: Mapping[str, Any], by_index: Mapping[int, Any]) -> dict[str, Any]:
+    def _part_for(self, number: int, checked: Checked) -> dict[str, Any]:
         """Cut out what belongs to inner optimizer ``number``, in torch's own packed form."""
         groups, state, index = [], {}, 0
-        for position, saved_group in enumerate(state_dict["param_groups"]):
+        for position, saved_group in enumerate(checked.source["param_groups"]):
             indices = range(index, index + len(saved_group["params"]))
             index = indices.stop
             if self._inner.optimizer_of(position) is self._inner.optimizers[number]:
-                groups.append({**saved_group, "params": list(indices)})
-                for i in indices:
-                    inner_state = {key: value for key, value in by_index[i].items() if key != "main_param"}
+                here = [i for i in indices if self._inner.main_of(self._params[i]) is not None]
+                groups.append({**saved_group, "params": here})
+                for i in here:
+                    inner_state = {key: value for key, value in checked.state[i].items() if key != "main_param"}
                     if inner_state:
                         state[i] = inner_state
-        others = state_dict.get(KEY, {}).get("others", {}).get(number)
-        if others is None:
-            others = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
+        others = checked.signature.get("others", {}).get(number, checked.others)
         return {"state": {**state, **others}, "param_groups": groups}
 
 
-def has_own_format(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's class has a ``state_dict`` or ``load_state_dict`` of its own."""
-    cls = type(optimizer)
-    return cls.state_dict is not Optimizer.state_dict or cls.load_state_dict is not Optimizer.load_state_dict
-
-
-def copy_for_hooks(state_dict: Any) -> dict[str, Any]:
-    """Return a shallow copy of a state dict, for load hooks to change.
-
-    Raises:
-        ValueError: if it is no mapping at all.
-    """
-    if not isinstance(state_dict, Mapping):
-        raise ValueError(
-            f"not an optimizer state dict but a {type(state_dict).__name__}; load what state_dict() returned"
-        )
-    return dict(state_dict)
-
-
-def _load_in_place(optimizer: Optimizer, state_dict: dict[str, Any], *, is_ours: bool) -> None:
-    """Load through the optimizer's own method, then keep the tensors it had where the new values fit them.
-
-    torch's ``load_state_dict`` makes the caller's tensors the state; here they are copied.
-    """
-    before = dict(optimizer.state)
-    groups_before = [dict(group) for group in optimizer.param_groups]
-    optimizer.load_state_dict(state_dict)
-    saved = {} if has_own_format(optimizer) else _by_param(optimizer, state_dict)
-    with torch.no_grad():
-        for key, loaded in list(optimizer.state.items()):
-            value = _undo_casts(saved.get(key, loaded), loaded, is_ours=is_ours)
-            optimizer.state[key] = _settle(before.get(key), value)
-        for group, old in zip(optimizer.param_groups, groups_before, strict=True):
-            for name, value in old.items():
-                if isinstance(value, Tensor) and name in group:
-                    group[name] = value.copy_(torch.as_tensor(group[name]))
-
-
-def _by_param(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Tensor, Any]:
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return {p: state_dict["state"][n] for n, p in zip(numbers, params, strict=True) if n in state_dict["state"]}
-
-
-def _undo_casts(saved: Any, loaded: Any, *, is_ours: bool) -> Any:
-    """Return what torch made of ``saved``, ``loaded``, without what its policy on load spoils.
-
-    It casts every tensor to its parameter's dtype, counts, masks and codes included, which is wanted only for
-    floats that a bare bf16 or fp16 optimizer saved; and it rebuilds every iterable from a generator, which
-    makes a str that generator's repr.
-    """
-    if isinstance(loaded, Tensor):
-        is_cast = isinstance(saved, Tensor) and (is_ours or not saved.is_floating_point())
-        return saved.to(loaded.device) if is_cast else loaded
-    if type(saved) is not type(loaded):  # the class's own __setstate__ changed it
-        return loaded
-    if isinstance(loaded, dict):
-        return {key: _undo_casts(saved.get(key), value, is_ours=is_ours) for key, value in loaded.items()}
-    if type(loaded) in (list, tuple):
-        return type(loaded)(_undo_casts(s, v, is_ours=is_ours) for s, v in zip(saved, loaded, strict=True))
-    return saved
-
-
-def _settle(old: Any, new: Any) -> Any:
-    """Return ``old`` holding the value of tensor ``new`` if it fits, else a copy that the caller does not share."""
-    if isinstance(new, Tensor):
-        fits = isinstance(old, Tensor) and (old.shape, old.dtype, old.device) == (
-            new.shape,
-            new.dtype,
-            new.device,
-        )
-        return old.copy_(new) if fits else new.clone()
-    if isinstance(new, dict):
-        olds = old if isinstance(old, dict) else {}
-        return type(new)((key, _settle(olds.get(key), value)) for key, value in new.items())
-    if type(new) in (list, tuple):
-        in_order = old if isinstance(old, (list, tuple)) else ()
-        return type(new)(_settle(o, n) for o, n in zip_longest(in_order[: len(new)], new))
-    return set(new) if type(new) is set else new
-
-
-def check_plain(value: Any, where: str) -> None:
-    """Raise unless ``value`` is made of plain tensors and builtins, which ``torch.load(weights_only=True)`` reads.
-
-    Raises:
-        TypeError: naming the place and the type found there.
-    """
-    if type(value) in (Tensor, torch.nn.Parameter) or type(value) in _PLAIN:
-        return
-    if type(value) in (dict, OrderedDict):
-        for key, item in value.items():
-            check_plain(key, f"a key of {where}")
-            check_plain(item, f"{where}, {key!r}")
-    elif type(value) in (list, tuple, set):
-        for item in value:
-            check_plain(item, where)
-    else:
-        raise TypeError(
-            f"{where} holds a {type(value).__module__}.{type(value).__qualname__}, which "
-            "torch.load(weights_only=True) does not read; keep it as a tensor or a builtin in the inner optimizer, "
-            "or give that class state_dict() and load_state_dict() that do"
-        )
+def _say(span: Sequence[int] | None) -> str:
+    return "no elements" if span is None else f"elements {span[0]}:{span[1]}"

@@ -18,9 +18,13 @@ from fusedopt.buffers import Buffers
 from fusedopt.clip import Clip
 from fusedopt.comm import DataParallelGroup
 from fusedopt.config import MainGradConfig
+from fusedopt.consolidation import consolidate
 from fusedopt.gather import Gather
-from fusedopt.inner import InnerOptimizers, from_portable
-from fusedopt.state import StateDicts, copy_for_hooks
+from fusedopt.inner import InnerOptimizers
+from fusedopt.pieces import checkpoint_wants
+from fusedopt.plain import copy_for_hooks
+from fusedopt.scratch import from_portable
+from fusedopt.state import StateDicts
 
 GONE_WHEN_UNWRAPPED = ("_inner", "_buffers", "_arrival", "_adoption", "_update", "_gather", "_reduction")
 
@@ -37,6 +41,7 @@ class StatefulOptimizer(Optimizer):
     _gather: Gather
     _clip: Clip
     _finalizer: weakref.finalize[Any, Any]
+    _consolidated_at: int = -1
 
     def _wire(self, inner: InnerOptimizers, config: MainGradConfig, comm: DataParallelGroup) -> None:
         raise NotImplementedError
@@ -44,17 +49,22 @@ class StatefulOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return parameters' main_param and inner state in full precision, and the groups; never communicates.
 
-        Tensors are the live ones, as with torch. Read it back with ``torch.load(weights_only=True)``.
+        Tensors are the live ones, as with torch. Read it back with ``torch.load(weights_only=True)``. Under a shard it
+        is this rank's part, unless `consolidate_state_dict` brought the whole here.
 
         Raises:
             TypeError: naming inner state that is neither a tensor nor a builtin.
+            RuntimeError: if ``torch.distributed.checkpoint`` asks for what it cannot have, saying what to do.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         self._gather.finish()
         self._arrival.adopt()
         self._inner.agree(self.param_groups)
-        state_dict = self._state_dicts().pack()
+        if self._consolidated_at != self._main_versions():  # weights from outside were taken over since
+            self._inner.consolidated = None
+        wants = checkpoint_wants()
+        state_dict = self._state_dicts().pack() if wants is None else self._for_checkpoint(wants)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
@@ -63,27 +73,76 @@ class StatefulOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, or a bare torch optimizer's state dict, into existing storage.
 
-        The model's weights are not touched: at the next step an element whose model value still is the rounded
-        main_param keeps the loaded main_param, so that model and optimizer load in either order.
+        All ranks call it. Each takes its own part out of a whole state dict, whatever saved that; a part that one rank
+        saved loads on that rank, in the same layout. The model's weights are not touched: at the next step an element
+        whose model value still is the rounded main_param keeps the loaded main_param, so that model and optimizer load
+        in either order.
 
         Raises:
-            ValueError: naming what does not fit (groups, names, shapes, dtypes); nothing was changed.
+            ValueError: naming what does not fit (groups, names, shapes, dtypes, layout); nothing was changed, on any
+                rank: the others raise a RuntimeError that quotes it.
         """
-        state_dict = copy_for_hooks(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        state_dicts = self._state_dicts()
-        state_dicts.check(state_dict)
-        state_dicts.unpack(state_dict)
+        with self._comm.together():
+            state_dict = copy_for_hooks(state_dict)
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                replaced = pre_hook(self, state_dict)
+                state_dict = state_dict if replaced is None else replaced
+            state_dicts = self._state_dicts()
+            checked = state_dicts.check(state_dict)
+        with self._comm.together():
+            state_dicts.unpack(checked)
         self._buffers.forget_agreement()
         self._inner.forget_steps()
         self._inner.agree(self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring all state together on rank ``to``: until the next step or load, `state_dict` returns the whole there.
+
+        All ranks call it; the other ranks' `state_dict` stays their part. The whole is on the CPU, in the form of one
+        process, and loads into any layout. Takes there as much memory as that, and one tensor more. Without a shard
+        every rank has the whole anyway, and nothing is done.
+
+        Args:
+            to: rank among the data-parallel ranks.
+
+        Raises:
+            ValueError: if there is no such rank.
+            RuntimeError: if an inner optimizer's state is in a format of its own, or differs between ranks.
+            All ranks raise it.
+        """
+        self._gather.finish()
+        with self._comm.together():
+            if to not in range(self._comm.world_size):
+                raise ValueError(f"consolidate_state_dict(to={to}): there are {self._comm.world_size} ranks, from 0 on")
+            self._inner.consolidated = None
+            state_dicts, state = self._state_dicts(), {}
+            if self._buffers.sharding.is_sharded:
+                state_dicts.refuse_own_format("parts of it cannot be put together")
+                state = state_dicts.pack_state()
+        if self._buffers.sharding.is_sharded:
+            self._inner.consolidated = consolidate(self._comm, state, state_dicts.cut, to)
+            self._consolidated_at = self._main_versions()
+
+    def _main_versions(self) -> int:
+        return sum(e.main_param._version for e in self._buffers.entries if e.main_param is not None)
+
+    def _for_checkpoint(self, wants: str) -> dict[str, Any]:
+        if wants == "whole" and self._buffers.sharding.is_sharded:
+            raise RuntimeError(
+                "StateDictOptions(full_state_dict=True) asks every rank for whole state, and each has its part. To "
+                "save a whole, call optimizer.consolidate_state_dict() on all ranks and then optimizer.state_dict(); "
+                "to load one, add broadcast_from_rank0=True, or call optimizer.load_state_dict(). Without "
+                "full_state_dict, torch.distributed.checkpoint saves and redistributes parts"
+            )
+        self._adoption.adopt_unfrozen()  # what is not listed is not loaded
+        return self._state_dicts().pack_for_checkpoint(is_template=wants == "template")
+
     def _state_dicts(self) -> StateDicts:
-        return StateDicts(self._inner, self.param_groups, self._adoption.entries)
+        sharding = self._buffers.sharding
+        part = f"{sharding.rank} of {sharding.num_shards}" if sharding.is_sharded else None
+        return StateDicts(self._inner, self.param_groups, self._adoption.entries, part)
 
     def unwrap(self) -> Optimizer | list[Optimizer]:
         """Give back the inner optimizer (the list, if several) over the model's own parameters.
@@ -106,6 +165,8 @@ class StatefulOptimizer(Optimizer):
             "config": self.config,
             "comm": self._comm,
             "inner": self._inner.portable(),
+            "adopted": [entry.param for entry in self._buffers.entries],
+            "unfrozen": list(self._adoption.unfrozen),
             "main_params": [main if main is None else main.clone() for main in self._state_dicts().main_params()],
             "skipped_steps": self._clip.skips.total(),
         }
@@ -113,7 +174,16 @@ class StatefulOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Wrap the copied inner optimizers anew, on buffers of their own."""
         optimizers = from_portable(state["inner"])
+        adopted, unfrozen = state["adopted"], state["unfrozen"]
+        requires_grad = [param.requires_grad for param in adopted]
+        for param in adopted:  # all in the order of the original, since a shard's layout has to be the same
+            param.requires_grad_(all(param is not late for late in unfrozen))
         self._wire(InnerOptimizers(optimizers), state["config"], state["comm"])
+        for param in unfrozen:
+            param.requires_grad_(True)
+            self._adoption.adopt_unfrozen()
+        for param, flag in zip(adopted, requires_grad, strict=True):
+            param.requires_grad_(flag)
         self._inner.take_state(state["inner"])
         self._state_dicts().set_main_params(state["main_params"])
         self._buffers.forget_agreement()
