@@ -175,14 +175,15 @@ class StateDicts:
         """Return the state dict in the form for torch.distributed.checkpoint; see `InnerOptimizers.for_checkpoint`.
 
         Raises:
-            RuntimeError: if there is state that it could not save, or that is not known before its first step.
+            ValueError: if there is state that it could not save.
+            RuntimeError: if there is some that is not known before its first step.
         """
-        for number, opt in enumerate(self._inner.optimizers):
-            self.refuse_own_format("torch.distributed.checkpoint cannot tell parameters in it apart")
-            others = self._others()[number]
+        self.refuse_own_format("torch.distributed.checkpoint cannot tell parameters in it apart")
+        for number, others in self._others().items():
             if others:
-                raise RuntimeError(
-                    f"{type(opt).__name__} keeps state under {sorted(map(str, others))}, which are no parameters; "
+                name = type(self._inner.optimizers[number]).__name__
+                raise ValueError(
+                    f"{name} keeps state under {sorted(map(str, others))}, which are no parameters; "
                     "torch.distributed.checkpoint saves what belongs to parameters only. Use optimizer.state_dict()"
                 )
         state = {}
@@ -196,11 +197,11 @@ class StateDicts:
         """Raise if an inner optimizer's state dict is in a format of its own.
 
         Raises:
-            RuntimeError: naming the class.
+            ValueError: naming the class.
         """
         for opt in self._inner.optimizers:
             if has_own_format(opt):
-                raise RuntimeError(
+                raise ValueError(
                     f"{type(opt).__name__} has a state dict in a format of its own, and {why}. Save every rank's own "
                     "optimizer.state_dict(), and load it on the same rank"
                 )
@@ -292,8 +293,8 @@ class StateDicts:
     def _check_layout(self, parts: Any) -> None:
         """Refuse the part of another layout, and a whole that cannot be cut."""
         if parts is None:
-            if self._part is not None and any(map(has_own_format, self._inner.optimizers)):
-                self._raise_uncut()
+            if self._part is not None:
+                self.refuse_own_format("a whole one cannot be cut")
             return
         saved_as, spans = next(iter(parts.items())) if self._part not in parts else (self._part, parts[self._part])
         needed = self._spans()
@@ -305,12 +306,6 @@ class StateDicts:
                 f"the state dict is part {saved_as} of a sharded optimizer's state and does not fit: of parameter "
                 f"{self._name(index)} it has {_say(spans[index])}; needed here is {here}. {REMEDY}"
             )
-
-    def _raise_uncut(self) -> None:
-        try:
-            self.refuse_own_format("a whole one cannot be cut")
-        except RuntimeError as error:
-            raise ValueError(str(error)) from None
 
     def _check_param(self, index: int, saved: Mapping[str, Any], *, is_ours: bool) -> Mapping[str, Any]:
         param, cut = self._params[index], self.cut(index)

@@ -54,7 +54,7 @@ class StatefulOptimizer(Optimizer):
 
         Raises:
             TypeError: naming inner state that is neither a tensor nor a builtin.
-            RuntimeError: if ``torch.distributed.checkpoint`` asks for what it cannot have, saying what to do.
+            ValueError, RuntimeError: if ``torch.distributed.checkpoint`` asks for what it cannot have.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -108,8 +108,8 @@ class StatefulOptimizer(Optimizer):
             to: rank among the data-parallel ranks.
 
         Raises:
-            ValueError: if there is no such rank.
-            RuntimeError: if an inner optimizer's state is in a format of its own, or differs between ranks.
+            ValueError: if there is no such rank, or an inner optimizer's state is in a format of its own.
+            RuntimeError: if state differs between ranks.
             All ranks raise it.
         """
         self._gather.finish()
