@@ -12,7 +12,7 @@ Knows nothing of collectives.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,16 +90,17 @@ class Ballot:
         self._votes_on_given.clear()
         self._given = {entry.number: self._mark(entry) for entry in entries}
 
-    def fill(self, kind: Kind, *, num_launched: int, has_problem: bool) -> Tensor:
+    def fill(self, kind: Kind, *, has_started: bool, waiting: Collection[int], has_problem: bool) -> Tensor:
         """Return what this rank says, uint8 on CPU.
 
         Args:
             kind: where it is.
-            num_launched: buckets launched in this round.
+            has_started: whether it launched a bucket in this round.
+            waiting: indices of those that it did not.
             has_problem: whether it cannot go on.
         """
         buffers = self._buffers
-        head = [int(kind is k) for k in Kind] + [int(num_launched > 0), int(has_problem)]
+        head = [int(kind is k) for k in Kind] + [int(has_started), int(has_problem)]
         for number in (len(buffers.entries), len(buffers.buckets)):
             low = number.to_bytes(_NUMBER_BYTES, "little")
             head += [*low, *(255 - byte for byte in low)]
@@ -109,7 +110,7 @@ class Ballot:
             body += bytes(1 if value & bit else 0 for value in bits)
         hangs = [any(entry.param.grad is not None for entry in bucket.entries) for bucket in buffers.buckets]
         body += bytes(h and bucket.is_dirty for h, bucket in zip(hangs, buffers.buckets, strict=True))
-        body += bytes(h and bucket.index >= num_launched for h, bucket in zip(hangs, buffers.buckets, strict=True))
+        body += bytes(h and bucket.index in waiting for h, bucket in zip(hangs, buffers.buckets, strict=True))
         body += bytes(-len(body) % _BLOCK)
         return torch.frombuffer(body, dtype=torch.uint8)
 

@@ -55,7 +55,8 @@ class Bucket:
     """The flat memory of one bucket, and the entries whose views it holds.
 
     Args:
-        index: position among all buckets; the order of collectives.
+        index: position among all buckets.
+        group: the parameter group it belongs to.
         plan: from `plan_buckets`.
         like: a parameter of the bucket; gives dtype and device.
         sharding: which part of it this rank updates.
@@ -70,11 +71,12 @@ class Bucket:
         is_dirty: whether a gradient arrived that was not sent to other ranks yet.
         is_fresh: whether the next reduction overwrites ``grad_part``: it was cleared (``"gradients"`` only).
         is_divided: whether ``grad_part`` holds a mean that was kept over a step, not a sum (``"gradients"`` only).
-        num_awaited: arrivals still to come in this backward, by experience.
+        num_awaited, last_arrival: arrivals still to come in this backward, by experience, and the last one's number.
     """
 
-    def __init__(self, index: int, plan: layout.Bucket, like: Tensor, sharding: Sharding) -> None:
+    def __init__(self, index: int, group: int, plan: layout.Bucket, like: Tensor, sharding: Sharding) -> None:
         self.index = index
+        self.group = group
         self.plan = plan
         self.entries: list[Any] = []  # of `buffers.Entry`
         self.dtype = MAIN_DTYPES[like.dtype]
@@ -93,6 +95,7 @@ class Bucket:
         self.is_fresh = self.is_lending
         self.is_divided = False
         self.num_awaited = 0
+        self.last_arrival = 0
         self._seen_version = 0
 
     def zeros(self, numel: int) -> Tensor:

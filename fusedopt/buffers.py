@@ -220,7 +220,7 @@ class Buffers:
         entries: dict[int, Entry] = {}
         for plan in plan_buckets(specs, self._bucket_numel, self.sharding.num_shards, shard_by):
             like = named_params[plan.placements[0].index][1]
-            bucket = Bucket(len(self.buckets), plan, like, self.sharding)
+            bucket = Bucket(len(self.buckets), group, plan, like, self.sharding)
             self.buckets.append(bucket)
             for placement in plan.placements:
                 name, param = named_params[placement.index]

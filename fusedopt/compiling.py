@@ -47,6 +47,7 @@ def _take_off(args: Any) -> None:
     _num_traces += 1
     for buffers in _live:
         for entry in buffers.entries:
+            entry.param.data_ptr()  # whoever looks at a pending parameter makes it a plain one; see `gather`
             grad = entry.param.grad
             if grad is not None and grad.dtype is not entry.param.dtype:
                 _taken_off.append((entry.param, grad))

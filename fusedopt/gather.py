@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from fusedopt.buckets import Bucket
@@ -20,6 +21,13 @@ from fusedopt.buffers import Buffers
 from fusedopt.comm import DataParallelGroup, Pending
 
 _KEY = "pending_gather"
+
+_BLIND = {
+    *(getattr(torch.Tensor, name).__get__ for name in ("grad", "requires_grad", "shape", "dtype", "device", "layout")),
+    *(getattr(torch.Tensor, name).__get__ for name in ("grad_dtype", "grad_fn", "is_leaf", "ndim", "_version")),
+    *(vars(torch._C.TensorBase)["grad"].__set__, torch.Tensor.numel, torch.Tensor.size, torch.Tensor.dim),
+}
+"""What does not look at values; `zero_grad`, which stands between step and forward, is made of it."""
 
 
 class BucketGather:
@@ -54,6 +62,9 @@ class PendingParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Finish the gathers of all pending arguments, then run ``func`` on what are plain Parameters now."""
         kwargs = kwargs or {}
+        if func in _BLIND:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         for param in _pending_in((args, kwargs)):
             vars(param)[_KEY].finish()
         return func(*args, **kwargs)

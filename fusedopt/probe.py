@@ -9,6 +9,7 @@ parameter decide about another, and cannot be sharded at all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,16 +47,16 @@ def shard_by(inner: InnerOptimizers, wanted: str, index: int) -> str:
     """
     optimizer, group = inner.optimizer_of(index), inner.group(index)
     name = type(optimizer).__name__
-    one = _values((nn.Parameter(_draw(0)),), optimizer, group)
+    one = _trace((_SHAPE,), optimizer, group)
     if one is None:  # it does not run on such tensors at all: whole parameters are what it was made for
         return "parameter"
-    two = _values((nn.Parameter(_draw(0)), nn.Parameter(_draw(1, scale=30.0))), optimizer, group)
-    if two is not None and not torch.equal(one[0], two[0]):
+    two = _trace((_SHAPE, _SHAPE), optimizer, group)
+    if two is not None and not _same(one, two):
         raise ValueError(
             f"{name} cannot be sharded: what it does to one parameter depends on the others, and a rank would see "
             'only its own. Use shard="none"'
         )
-    flat = _values((nn.Parameter(_draw(0).flatten()),), optimizer, group)
+    flat = _trace(((math.prod(_SHAPE),),), optimizer, group)
     is_elementwise = flat is not None and torch.equal(one[0].flatten(), flat[0])
     if wanted == "element" and not is_elementwise:
         raise ValueError(
@@ -69,20 +70,37 @@ def _draw(seed: int, scale: float = 1.0) -> Tensor:
     return torch.randn(_SHAPE, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def _values(params: Sequence[nn.Parameter], optimizer: Optimizer, group: dict[str, Any]) -> list[Tensor] | None:
-    """Return the parameters after a few steps of a copy of ``optimizer``; None where it raises or gives no numbers."""
+def _trace(shapes: Sequence[tuple[int, ...]], optimizer: Optimizer, group: dict[str, Any]) -> list[Tensor] | None:
+    """Step a copy of ``optimizer`` over parameters of ``shapes``, and return what it made of the first of them.
+
+    That is its value, its state, and what the optimizer wrote into the group: a coupled one may show only there at
+    first. None where it raises or gives no numbers.
+    """
     device = group["params"][0].device if group["params"] else torch.device("cpu")
-    moved = [nn.Parameter(param.detach().to(device)) for param in params]
-    with unnoticed(device):
+    params = [nn.Parameter(_draw(number).view(shape).to(device)) for number, shape in enumerate(shapes)]
+    with unnoticed(device), torch.no_grad():
         try:
-            copied = copy_over(optimizer, group, moved)
+            copied = copy_over(optimizer, group, params)
             for step in range(_NUM_STEPS):
-                for number, param in enumerate(moved):
-                    gradient = _draw(10 * (step + 1) + number, scale=1.0 + 99.0 * number)
-                    param.grad = gradient.to(device).view_as(param)
-                with torch.no_grad():
-                    copied.step()
+                for number, param in enumerate(params):  # the second is a hundred times as steep
+                    param.grad = _draw(10 * (step + 1) + number, 1.0 + 99.0 * number).to(device).view_as(param)
+                torch.manual_seed(step)  # an optimizer that draws noise draws the first parameter's first
+                copied.step()
         except Exception:  # a third party's class on tensors it was not written for
             return None
-    values = [param.detach() for param in moved]
-    return values if all(bool(torch.isfinite(value).all()) for value in values) else None
+    written = {key: value for key, value in copied.param_groups[0].items() if key != "params"}
+    trace = [params[0].detach(), *_tensors(dict(copied.state.get(params[0], {}))), *_tensors(written)]
+    return trace if bool(torch.isfinite(trace[0]).all()) else None
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value.detach().clone()]
+    if type(value) in (int, float):
+        return [torch.tensor(value, dtype=torch.float64)]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def _same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

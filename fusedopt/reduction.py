@@ -75,6 +75,9 @@ class Reduction:
         self._watch = BackwardWatch(self._backward_began, self._backward_ended)
         self._parcels: deque[Parcel] = deque()
         self._num_launched = 0  # in this round
+        self._order: list[int] = []  # of the buckets in a round
+        self._is_order_learned = False
+        self._num_arrivals = 0
         self._may_launch = False
         self._is_paused = False
         self._was_paused = False  # since the last step: then the backward outside no_sync() is the last
@@ -137,6 +140,8 @@ class Reduction:
         if torch._C._current_graph_task_id() < 0:  # set by hand, taken over in the step
             return
         self._watch.arrive()
+        self._num_arrivals += 1
+        bucket.last_arrival = self._num_arrivals
         if self._may_launch:
             # Buckets completed by earlier arrivals: by now users' own hooks have run, too.
             self._launch_complete()
@@ -153,8 +158,9 @@ class Reduction:
 
     def _backward_began(self) -> None:
         self._mind_failure()
+        self._num_arrivals = 0
         for bucket in self._buffers.buckets:
-            bucket.num_awaited = 0
+            bucket.num_awaited = bucket.last_arrival = 0
             for entry in bucket.entries:
                 entry.slot.num_fires = 0
                 bucket.num_awaited += entry.slot.expected_fires > 0
@@ -173,8 +179,8 @@ class Reduction:
 
     def _backward_ended(self) -> None:
         if self._may_launch:
-            while self._num_launched < len(self._buffers.buckets):
-                self._launch(self._buffers.buckets[self._num_launched])
+            for bucket in self._not_launched():
+                self._launch(bucket)
             for entry in self._buffers.entries:
                 entry.slot.expected_fires = entry.slot.num_fires
         self.note_versions()
@@ -183,13 +189,33 @@ class Reduction:
 
     # -- launching
 
-    def _launch_complete(self) -> None:
+    def _not_launched(self) -> list[Bucket]:
+        """Return the buckets still to come in this round, in its order: the same on all ranks."""
         buckets = self._buffers.buckets
-        while self._num_launched < len(buckets) and buckets[self._num_launched].num_awaited == 0:
+        if len(self._order) != len(buckets):  # the first time, or some were unfrozen
+            self._order = sorted(range(len(buckets)), key=lambda index: (-buckets[index].group, index))
+            self._is_order_learned = False
+        return [buckets[index] for index in self._order[self._num_launched :]]
+
+    def _learn_order(self, said: Says) -> None:
+        """After the first round, go on in the order in which buckets were complete: on the first rank that knows."""
+        if not said.has_started or self._is_order_learned:
+            return
+        buckets = self._buffers.buckets
+        knows = all(bucket.last_arrival for bucket in buckets)
+        ours = sorted(range(len(buckets)), key=lambda index: buckets[index].last_arrival) if knows else None
+        found = next((order for order in self._comm.objects(ours) if order is not None), None)
+        if found is not None:
+            self._order, self._is_order_learned = found, True
+
+    def _launch_complete(self) -> None:
+        for bucket in self._not_launched():
+            if bucket.num_awaited > 0:
+                return
             self._settle_finished()
             if len(self._parcels) >= MAX_IN_FLIGHT:
                 return
-            self._launch(buckets[self._num_launched])
+            self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
         """Move the bucket's content out and start its reduction."""
@@ -247,17 +273,21 @@ class Reduction:
             self._settle_all(said)
             self._reduce_dirty(said)
             self._hang(said)
+            self._learn_order(said)
             self.note_versions()
             if kind is Kind.BACKWARD or said.all_are(kind):
                 return
 
     def _exchange(self, kind: Kind, problem: Exception | None) -> Says:
-        message = self._ballot.fill(kind, num_launched=self._num_launched, has_problem=problem is not None)
+        waiting = {bucket.index for bucket in self._not_launched()}
+        message = self._ballot.fill(
+            kind, has_started=self._num_launched > 0, waiting=waiting, has_problem=problem is not None
+        )
         return self._ballot.read(self._comm.exchange(message))
 
     def _join(self, said: Says) -> None:
         if said.has_started:
-            for bucket in self._buffers.buckets[self._num_launched :]:
+            for bucket in self._not_launched():
                 self._parcels.append(self._transport.join(bucket))
         self._num_launched = 0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,12 @@ def copy_over(optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tens
     settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
     state: dict[str, Any] = {**optimizer.__getstate__(), "param_groups": [{**settings, "params": list(params)}]}
     state["defaults"] = dict(state.get("defaults", {}))  # torch adds to them where it unpickles
-    return from_portable([(type(optimizer), state)])[0]
+    (copied,) = from_portable([(type(optimizer), state)])
+    for key, value in vars(optimizer).items():  # what a class keeps beside what torch pickles
+        is_bound = inspect.ismethod(value) and value.__self__ is optimizer  # a scheduler's `step`, for one
+        if key not in vars(copied) and not is_bound:
+            setattr(copied, key, copy.copy(value) if isinstance(value, (dict, list, set)) else value)
+    return copied
 
 
 @contextlib.contextmanager
