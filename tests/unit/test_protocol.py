@@ -78,7 +78,9 @@ METHODS = public_methods(torch.optim.Optimizer)
 def test_the_protocol_was_discovered():
     assert len(METHODS) >= 13
     assert set(METHODS) >= OVERRIDDEN | {"register_step_pre_hook", "register_load_state_dict_post_hook"}
-    ours = {name for cls in FusedMainGradOptimizer.__mro__ if cls.__module__.startswith("fusedopt") for name in vars(cls)}
+    ours = {
+        name for cls in FusedMainGradOptimizer.__mro__ if cls.__module__.startswith("fusedopt") for name in vars(cls)
+    }
     assert set(ours) >= OVERRIDDEN  # so that the comparison below is not of torch with itself
 
 
