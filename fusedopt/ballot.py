@@ -111,6 +111,7 @@ class Ballot:
         hangs = [any(entry.param.grad is not None for entry in bucket.entries) for bucket in buffers.buckets]
         body += bytes(h and bucket.is_dirty for h, bucket in zip(hangs, buffers.buckets, strict=True))
         body += bytes(h and bucket.index in waiting for h, bucket in zip(hangs, buffers.buckets, strict=True))
+        body += bytes(bucket.is_settled for bucket in buffers.buckets)
         body += bytes(-len(body) % _BLOCK)
         return torch.frombuffer(body, dtype=torch.uint8)
 
@@ -142,11 +143,11 @@ class Ballot:
         num = len(self._buffers.entries)
         rows = [said[start + i * num : start + (i + 1) * num] for i in range(len(_PER_PARAM))]
         start, num = start + len(_PER_PARAM) * num, len(self._buffers.buckets)
-        dirty, stays = said[start : start + num], said[start + num : start + 2 * num]
+        dirty, stays, settled = (said[start + i * num : start + (i + 1) * num] for i in range(3))
         if has_started and self._buffers.sharding.shard == "none":
             # The mean of before hangs on every rank. Some sent it with the round, so it has to move on all.
             dirty = bytes(map(max, dirty, stays))
-        return Says(kinds, has_started, has_problem, agrees, rows, dirty, self._buffers)
+        return Says(kinds, has_started, has_problem, agrees, rows, dirty, settled, self._buffers)
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ class Says:
     agrees_on_numbers: bool
     rows: Sequence[bytes]
     dirty: bytes
+    settled: bytes
     buffers: Buffers
 
     def all_are(self, kind: Kind) -> bool:
@@ -176,6 +178,10 @@ class Says:
     def is_dirty(self, bucket: Bucket) -> bool:
         """Return whether some rank holds what was not launched."""
         return bool(self.dirty[bucket.index])
+
+    def was_settled(self, bucket: Bucket) -> bool:
+        """Return whether some rank added the mean of what was launched already: then all do, and no sum."""
+        return bool(self.settled[bucket.index])
 
     def mismatch(self) -> str | None:
         """Return why the gradients cannot be reduced, or None."""

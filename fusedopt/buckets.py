@@ -71,6 +71,7 @@ class Bucket:
         is_dirty: whether a gradient arrived that was not sent to other ranks yet.
         is_fresh: whether the next reduction overwrites ``grad_part``: it was cleared (``"gradients"`` only).
         is_divided: whether ``grad_part`` holds a mean that was kept over a step, not a sum (``"gradients"`` only).
+        is_settled: whether its reduction came back, and was added, before ranks met.
         num_awaited, last_arrival: arrivals still to come in this backward, by experience, and the last one's number.
     """
 
@@ -94,6 +95,7 @@ class Bucket:
         self.is_dirty = False
         self.is_fresh = self.is_lending
         self.is_divided = False
+        self.is_settled = False
         self.num_awaited = 0
         self.last_arrival = 0
         self._seen_version = 0

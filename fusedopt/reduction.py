@@ -13,8 +13,8 @@ meet: one control message (the element-wise maximum of what each rank says), the
 
     1  who has not launched all of the round joins with zeros; what it holds stays in its main_grad
     2  what was launched is settled: added back, without the parameters that all ranks cleared since
-    3  buckets that are dirty on some rank are reduced
-    4  ``.grad`` is hung on every parameter that has a gradient on some rank
+    3  ``.grad`` is hung on every parameter that has a gradient on some rank
+    4  buckets that are dirty on some rank are reduced
 
 Ranks that disagree about a clear raise together. docs/zero.md tells it with a picture.
 
@@ -232,6 +232,7 @@ class Reduction:
                 return
             self._transport.settle(self._parcels.popleft())
             self._ballot.give(parcel.sent)
+            parcel.bucket.is_settled = True
 
     # -- meeting
 
@@ -270,9 +271,9 @@ class Reduction:
             mismatch = said.mismatch()
             if mismatch is not None:
                 self._lose(mismatch)
-            self._settle_all(said)
+            settled = self._settle_all(said)
+            self._hang(said, settled)
             self._reduce_dirty(said)
-            self._hang(said)
             self._learn_order(said)
             self.note_versions()
             if kind is Kind.BACKWARD or said.all_are(kind):
@@ -291,11 +292,16 @@ class Reduction:
                 self._parcels.append(self._transport.join(bucket))
         self._num_launched = 0
 
-    def _settle_all(self, said: Says) -> None:
+    def _settle_all(self, said: Says) -> set[int]:
+        """Return the indices of the buckets that were settled."""
+        settled = set()
         while self._parcels:
             parcel = self._parcels.popleft()
             dropped = [entry for entry in parcel.bucket.entries if said.was_dropped(entry)]
-            self._transport.settle(parcel, dropped, is_final=not said.is_dirty(parcel.bucket))
+            is_final = not said.is_dirty(parcel.bucket) or said.was_settled(parcel.bucket)
+            self._transport.settle(parcel, dropped, is_final=is_final)
+            settled.add(parcel.bucket.index)
+        return settled
 
     def _reduce_dirty(self, said: Says) -> None:
         """Reduce buckets that hold on some rank what was not launched: in place, each while the next one starts."""
@@ -309,8 +315,11 @@ class Reduction:
         while started:
             self._transport.finish_in_place(started.popleft())
 
-    def _hang(self, said: Says) -> None:
-        """Give every parameter that has a gradient on some rank its ``.grad``, on all."""
+    def _hang(self, said: Says, settled: set[int]) -> None:
+        """Give every parameter that has a gradient on some rank its ``.grad``, on all.
+
+        Before dirty buckets are reduced, which takes spans without ``.grad`` for old bytes.
+        """
         given = []
         for entry in self._buffers.entries:
             if not said.has(entry):
@@ -318,10 +327,13 @@ class Reduction:
             given.append(entry)
             if entry.bucket.is_lending:
                 entry.slot.is_reduced = True
-            elif entry.param.grad is None:
+            elif entry.param.grad is None and entry.slot.main_grad is not None:
+                if entry.bucket.index not in settled:
+                    entry.slot.main_grad.zero_()
                 entry.param.grad = entry.slot.main_grad
         for bucket in self._buffers.buckets:
             self._transport.undivide(bucket)
+            bucket.is_settled = False
         self._ballot.give_all(given)
 
     def _lose(self, reason: str) -> NoReturn:

@@ -54,7 +54,6 @@ class Transport:
 
     def join(self, bucket: Bucket) -> Parcel:
         """Start the reduction of zeros in the bucket's place; what it holds stays, and what comes back is added."""
-        self._buffers.zero_absent_in(bucket)
         return Parcel(bucket, self._start(bucket.zeros(bucket.plan.numel)))
 
     def _take(self, bucket: Bucket) -> Tensor:
@@ -81,6 +80,7 @@ class Transport:
             is_final: False where the bucket is about to be reduced once more. Then sums stay undivided, on one rank.
         """
         bucket, result = parcel.bucket, parcel.pending.wait()
+        self._buffers.zero_absent_in(bucket)
         for entry in dropped:
             _span_of(entry, result, whole=self._is_whole).zero_()
         if not self._is_whole:
