@@ -22,6 +22,8 @@ from fusedopt.backends import Backend
 from fusedopt.buckets import Bucket
 from fusedopt.buffers import Buffers
 
+_MARK = "unscaled by fusedopt"
+
 _REMEDY = (
     "clip with optimizer.clip_grad_norm_(...) or max_grad_norm, and scale fp16 losses with "
     "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
@@ -106,8 +108,9 @@ class Scalers:
         if scaler is None or scaler._scale is None:
             return
         state = scaler._per_optimizer_states[self._key]
-        if state["found_inf_per_device"] or not (is_step or state["stage"] is OptState.UNSCALED):
+        if _MARK in state or not (is_step or state["stage"] is OptState.UNSCALED):
             return
+        state[_MARK] = True  # until scaler.update(), which makes a new one
         scale: Tensor = scaler._scale
         has_inf = not is_finite()
         self._backend.scale_(self._buffers.grad_parts(), scale.double().reciprocal().float())

@@ -55,6 +55,7 @@ def test_the_readme_shows_the_diff_on_its_first_screen():
         ("docs/usage.md", 6, "gradient norm"),
         ("docs/custom-layers.md", 3, ""),
         ("docs/checkpoint.md", 5, ""),
+        ("docs/zero.md", 1, ""),
         ("docs/recompute.md", 1, "22 linear layer(s) converted, 0 skipped\n['model.layers.0', 'model.layers.1']"),
     ],
 )
