@@ -15,7 +15,7 @@ import fusedopt
 PACKAGE = Path(fusedopt.__file__).parent
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_CORE_LINES = 6500
+MAX_CORE_LINES = 7500
 MAX_ADAPTER_LINES = 2000
 
 
