@@ -21,6 +21,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -36,7 +37,7 @@ GRACE_SECONDS = 5.0
 """How long the other ranks have to report once one has failed; gloo tells them as soon as its sockets close."""
 
 _STACKS_SECONDS = 2.0
-_PRELOAD = ["torch", "torch.distributed.fsdp.sharded_grad_scaler", "torch.utils.checkpoint", "pytest"]
+_PRELOAD = ["torch._dynamo", "torch.distributed.fsdp.sharded_grad_scaler", "torch.utils.checkpoint", "pytest"]
 
 _report: connection.Connection | None = None  # of this process, if it is a rank
 
@@ -191,8 +192,10 @@ def _work(rank, world_size, store, log, timeout, report, module, qualname, pickl
 
 
 def _call(rank, world_size, store, timeout, module, qualname, pickled_args) -> Any:
+    gc.freeze()  # what torch made while it was imported needs no collecting, and fusedopt's search for DDP skips it
     unraisable: list[str] = []
     sys.unraisablehook = lambda what: unraisable.append(f"{what.exc_value!r} in {what.object!r}")
+    threading.excepthook = lambda what: unraisable.append(f"{what.exc_value!r} in {what.thread!r}")
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import threading
 import time
 import warnings
 
@@ -114,11 +115,19 @@ def raise_where_nobody_sees(rank):
     holder.cycle = holder
 
 
+def raise_in_a_thread(rank):
+    thread = threading.Thread(target=sleep_for_long, args=("no number",))
+    thread.start()
+    thread.join()
+
+
 def test_warnings_are_errors_and_so_is_what_python_could_only_print():
     with pytest.raises(UserWarning, match="a warning of a rank"):
         run(warn, 1)
     with pytest.raises(RuntimeError, match="raised in a finaliser"):
         run(raise_where_nobody_sees, 2)
+    with pytest.raises(RuntimeError, match="TypeError"):
+        run(raise_in_a_thread, 2)
 
 
 def start_one_collective_too_many(rank):
