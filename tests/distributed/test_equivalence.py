@@ -63,7 +63,9 @@ def test_ranks_and_micro_batches_are_one_process_and_collectives_do_not_grow_wit
             assert counts["reduce"] == num_buckets * (k if shard == "gradients" else 1), (result.label, counts)
             assert counts["gather"] == (0 if shard == "none" else num_buckets), (result.label, counts)
             assert counts["broadcast"] == 0, (result.label, counts)
-            assert counts == result.counts[1], (result.label, result.counts)  # not even in the first window
+        assert all(counts == result.counts[1] for counts in result.counts[1:]), (result.label, result.counts)
+        first = result.counts[0] - result.counts[1]
+        assert first in ({}, {"control": 1}), (result.label, first)  # ranks agree once on the order of buckets
 
 
 @pytest.mark.parametrize("shard", SHARDS)
