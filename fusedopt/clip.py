@@ -106,20 +106,25 @@ class Clip:
             self.scale(self.norm, self._max_norm)
         return is_finite
 
-    def on_device(self) -> tuple[Tensor | None, Tensor]:
+    def on_device(self, num_addends: int = 1) -> tuple[Tensor | None, Tensor]:
         """Measure, and leave clipping and skipping to the inner optimizer's kernel: no host synchronisation.
 
         A finite norm above 1.8e19 counts as not finite here.
 
+        Args:
+            num_addends: of each gradient, which is a sum; the kernel divides by it on its way.
+
         Returns:
-            What gradients are to be divided by (None without clipping) and whether to leave the step out
-            (nonzero); both float32, 0-d.
+            What gradients are to be divided by (None for 1) and whether to leave the step out (nonzero); both
+            float32, 0-d.
         """
-        self.norm = self.measure()
-        norm = self.norm.float()
-        found_inf = torch.isfinite(norm).logical_not().float()
+        norm = self.measure()
+        self.norm = norm if num_addends == 1 else norm / num_addends
+        found_inf = torch.isfinite(norm.float()).logical_not().float()
         self.skips.note(found_inf)
-        return (None if self._max_norm is None else 1.0 / clip_coefficient(norm, self._max_norm)), found_inf
+        if self._max_norm is not None:
+            return num_addends / clip_coefficient(self.norm.float(), self._max_norm), found_inf
+        return (None if num_addends == 1 else torch.full_like(found_inf, num_addends)), found_inf
 
     def _describe_nonfinite(self) -> str:
         parts = [(entry.slot.name, entry.grad_part) for entry in self._buffers.with_grad()]

@@ -227,8 +227,9 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             self._prepare()
             self._update.begin(self.param_groups)
         try:
-            self._average(num_micro_batches)
-            self._update.apply(self.param_groups, may_overlap=not compiling.has_traced())
+            num_addends = 1 if self._window.is_averaged else self._num_addends(num_micro_batches)
+            may_overlap = not compiling.has_traced()
+            self._update.apply(self.param_groups, num_addends=num_addends, may_overlap=may_overlap)
         finally:
             self._window.restart()
             self._reduction.window_ended()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from fusedopt.buckets import Bucket
@@ -27,6 +28,7 @@ class Parcel:
     bucket: Bucket
     pending: Pending
     sent: list[Entry] = field(default_factory=list)
+    was_moved: bool = False  # main_grad is zero but for what arrived since
 
     @property
     def is_whole(self) -> bool:
@@ -50,7 +52,9 @@ class Transport:
     def launch(self, bucket: Bucket) -> Parcel:
         """Move the bucket's content out and start its reduction."""
         sent = [entry for entry in bucket.entries if entry.param.grad is not None]
-        return Parcel(bucket, self._start(self._take(bucket)), sent)
+        parcel = Parcel(bucket, self._start(self._take(bucket)), sent, was_moved=True)
+        bucket.note_version()
+        return parcel
 
     def join(self, bucket: Bucket) -> Parcel:
         """Start the reduction of zeros in the bucket's place; what it holds stays, and what comes back is added."""
@@ -83,15 +87,18 @@ class Transport:
         self._buffers.zero_absent_in(bucket)
         for entry in dropped:
             _span_of(entry, result, whole=self._is_whole).zero_()
+        is_zero = parcel.was_moved and not bucket.is_dirty and not bucket.was_written()
         if not self._is_whole:
-            self._add_part(bucket, result)
+            self._add_part(bucket, result, is_zero=is_zero)
+        elif is_final and is_zero:
+            torch.div(result, self._comm.world_size, out=bucket.lend())
         elif is_final:
             bucket.lend().add_(result.div_(self._comm.world_size))
         elif self._comm.rank == 0:
             bucket.lend().add_(result)
 
-    def _add_part(self, bucket: Bucket, part: Tensor) -> None:
-        if bucket.is_fresh:  # as every lent bucket after a clear
+    def _add_part(self, bucket: Bucket, part: Tensor, *, is_zero: bool = False) -> None:
+        if bucket.is_fresh or (is_zero and not bucket.is_lending):  # fresh: as every lent bucket after a clear
             bucket.grad_part.copy_(part)
         else:
             self.undivide(bucket)

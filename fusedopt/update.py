@@ -42,20 +42,22 @@ class Update:
         self._inner.agree(groups)
         self._buffers.take_over()
 
-    def apply(self, groups: Sequence[Group], *, may_overlap: bool = True) -> None:
+    def apply(self, groups: Sequence[Group], *, num_addends: int = 1, may_overlap: bool = True) -> None:
         """Update once with the gradients as they stand, or leave parameters and state as they are.
 
         Args:
             groups: the outer ones; receive what inner optimizers write into theirs.
+            num_addends: of each gradient, which is a sum; the update is with their mean.
             may_overlap: gathers may finish later, see `Gather`.
         """
         if self._runs_on_device():
-            grad_scale, found_inf = self._clip.on_device()
+            grad_scale, found_inf = self._clip.on_device(num_addends)
             self._inner.step(self._buffers.entries, grad_scale=grad_scale, found_inf=found_inf)
-        elif self._clip.on_host(self._clip.nonfinite):
-            self._inner.step(self._buffers.entries)
         else:
-            return
+            self._clip.average(num_addends)
+            if not self._clip.on_host(self._clip.nonfinite):
+                return
+            self._inner.step(self._buffers.entries)
         self._buffers.write_back()
         self._gather.start(may_overlap=may_overlap)
         self._inner.agree(groups)
