@@ -4,7 +4,8 @@
 
 The only place that calls torch.distributed for communication. Chooses per backend: on CPU (gloo) shards
 travel directly from rank to rank and are summed locally, on devices through the backend's own collectives.
-Control messages have a gloo group of their own, so that they never meet data.
+Data has groups of its own, and control messages a gloo group of theirs, so that they never meet each other, nor
+what the training loop communicates.
 
 Knows nothing of parameters, buckets or optimizers. At one rank there is nothing to do.
 """
@@ -21,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_control_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}  # by global ranks: (default group, control group)
+_own_groups: dict[tuple[tuple[int, ...], str | None], tuple[Any, Any]] = {}
+"""By global ranks and backend: (the default group when it was made, the group)."""
 
 
 class Pending:
@@ -104,7 +106,13 @@ class DataParallelGroup:
         if device_mesh is not None:
             self._take_mesh(device_mesh)
         else:
-            self._all = self._shard = process_group if process_group is not None else dist.group.WORLD
+            group = process_group if process_group is not None else dist.group.WORLD
+            if dist.get_rank(group) < 0:
+                raise ValueError(
+                    f"rank {dist.get_rank()} is not in the process group it was given; give each rank the group it is "
+                    "in"
+                )
+            self._all = self._shard = _own_group(dist.get_process_group_ranks(group))
         self._place()
 
     def _take_mesh(self, mesh: Any) -> None:
@@ -114,21 +122,17 @@ class DataParallelGroup:
                 "the data-parallel dimensions: mesh['replicate', 'shard']"
             )
         if mesh.ndim == 1 or mesh.size(0) == 1:
-            self._all = self._shard = mesh.get_group(mesh.ndim - 1)
+            self._all = self._shard = _own_group(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)))
             return
         ranks = [int(rank) for rank in mesh.mesh.flatten()]
-        self._all = dist.new_group(ranks, use_local_synchronization=True)
-        self._shard, self._replicate = mesh.get_group(1), mesh.get_group(0)
+        self._all = _own_group(ranks)
+        self._shard, self._replicate = (_own_group(dist.get_process_group_ranks(mesh.get_group(i))) for i in (1, 0))
 
     def _place(self) -> None:
         self.rank, self.world_size = dist.get_rank(self._all), dist.get_world_size(self._all)
-        if self.rank < 0:
-            raise ValueError(
-                f"rank {dist.get_rank()} is not in the process group it was given; give each rank the group it is in"
-            )
         self.shard_rank, self.num_shards = dist.get_rank(self._shard), dist.get_world_size(self._shard)
         if self.world_size > 1:
-            self._control = _control_group(dist.get_process_group_ranks(self._all))
+            self._control = _own_group(dist.get_process_group_ranks(self._all), "gloo")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelGroup:
         return self  # groups of processes are what they are
@@ -312,11 +316,15 @@ def _others(nbytes: int, num_ranks: int) -> int:
     return nbytes * (num_ranks - 1) // num_ranks
 
 
-def _control_group(ranks: Sequence[int]) -> Any:
-    """Return the gloo group for control messages among ``ranks``: one for each set, as long as the default lives."""
-    key = tuple(ranks)
-    default, group = _control_groups.get(key, (None, None))
+def _own_group(ranks: Sequence[int], backend: str | None = None) -> Any:
+    """Return a group of ``ranks`` for fusedopt alone: one for each set and backend, as long as the default lives.
+
+    What the loop itself communicates, between a backward and a step, may come in another order on a rank that had
+    no gradient; on a group of its own it never meets ours.
+    """
+    key = (tuple(ranks), backend)
+    default, group = _own_groups.get(key, (None, None))
     if default is not dist.group.WORLD:
-        group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-        _control_groups[key] = (dist.group.WORLD, group)
+        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        _own_groups[key] = (dist.group.WORLD, group)
     return group

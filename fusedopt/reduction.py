@@ -24,6 +24,7 @@ Knows nothing of the mathematics of the step.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -201,9 +202,8 @@ class Reduction:
         """After the first round, go on in the order in which buckets were complete: on the first rank that knows."""
         if not said.has_started or self._is_order_learned:
             return
-        buckets = self._buffers.buckets
-        knows = all(bucket.last_arrival for bucket in buckets)
-        ours = sorted(range(len(buckets)), key=lambda index: buckets[index].last_arrival) if knows else None
+        arrivals = [bucket.last_arrival for bucket in self._buffers.buckets]
+        ours = sorted(range(len(arrivals)), key=lambda i: arrivals[i] or math.inf) if any(arrivals) else None
         found = next((order for order in self._comm.objects(ours) if order is not None), None)
         if found is not None:
             self._order, self._is_order_learned = found, True
@@ -267,7 +267,10 @@ class Reduction:
             said = self._exchange(kind, problem)
             if said.has_problem:
                 self._comm.raise_together(problem)
-            self._join(said)
+            if not said.agrees_on_numbers:
+                self._parcels.clear()
+            else:
+                self._join(said)
             mismatch = said.mismatch()
             if mismatch is not None:
                 self._lose(mismatch)

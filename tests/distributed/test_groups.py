@@ -199,3 +199,29 @@ def differing(rank, what):
 def test_ranks_that_differ_are_refused_on_all_of_them(what, says):
     found = run(differing, 2, what)
     assert all(re.search(says, text) for text in found), found
+
+
+# -- what the loop itself communicates
+
+
+def the_loop_communicates(rank):
+    """Rank 1 has no gradient in some windows, and so joins in step() what rank 0 sent inside its backward."""
+    model, optimizer = make(shard="optimizer", gradient_accumulation_steps=2)
+    found = []
+    for window in range(4):
+        for micro_batch in range(2):
+            if rank == 0 or window % 2:
+                batch = torch.ones(2, WIDTHS[0], dtype=torch.bfloat16)
+                model(batch).float().sum().backward()
+            loss = torch.tensor([1.0 + rank])
+            dist.all_reduce(loss)  # logging, on the default group, between backward and step
+            found.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return found, [param.detach() for param in model.parameters()]
+
+
+def test_collectives_of_the_loop_never_meet_ours():
+    (found, first), (_, second) = run(the_loop_communicates, 2)
+    assert found == [3.0] * 8
+    assert all(torch.isfinite(a).all() and torch.equal(a, b) for a, b in zip(first, second, strict=True))
