@@ -209,7 +209,7 @@ def the_loop_communicates(rank):
     model, optimizer = make(shard="optimizer", gradient_accumulation_steps=2)
     found = []
     for window in range(4):
-        for micro_batch in range(2):
+        for _ in range(2):
             if rank == 0 or window % 2:
                 batch = torch.ones(2, WIDTHS[0], dtype=torch.bfloat16)
                 model(batch).float().sum().backward()
