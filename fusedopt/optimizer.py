@@ -8,7 +8,6 @@ Wires the other files; the work is theirs. Knows nothing of Hugging Face or of m
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -39,7 +38,7 @@ from fusedopt.comm import DataParallelGroup
 from fusedopt.config import MainGradConfig
 from fusedopt.gather import Gather
 from fusedopt.inner import Group, InnerOptimizers, StateView
-from fusedopt.probe import check_shardable, shard_by
+from fusedopt.probe import ShardBy
 from fusedopt.reduction import Reduction
 from fusedopt.replicas import start_alike
 from fusedopt.stateful import GONE_WHEN_UNWRAPPED, StatefulOptimizer
@@ -99,7 +98,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             backends.resolve(config.backend)
             check_all_parameters(optimizers)
             if is_sharded:
-                check_shardable(inner_optimizers, config.shard_by)
+                ShardBy(inner_optimizers, config.shard_by).check()
         start_alike(comm, all_named(optimizers), dataclasses.asdict(config), broadcast=config.broadcast_params)
         self._wire(inner_optimizers, config, comm)
 
@@ -125,7 +124,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         self._clip = Clip(backend, self._buffers, comm, config.max_grad_norm, config.nonfinite)
         self._update = Update(inner, self._buffers, self._clip, self._gather)
         self._scalers = Scalers(self, self._buffers, backend)
-        placement = functools.partial(shard_by, inner, config.shard_by) if sharding.is_sharded else None
+        placement = ShardBy(inner, config.shard_by) if sharding.is_sharded else None
         self._adoption = Adoption(inner, self._buffers, self._arrival, self._gather, placement)
         super().__init__([dict(inner.group(i)) for i in range(inner.num_groups)], inner.common_defaults())
         self.state = StateView(inner)  # type: ignore[assignment]

@@ -24,10 +24,32 @@ _SHAPE = (8, 12)
 _NUM_STEPS = 3
 
 
-def check_shardable(inner: InnerOptimizers, wanted: str) -> None:
-    """Raise what `shard_by` raises, for any group."""
-    for index in range(inner.num_groups):
-        shard_by(inner, wanted, index)
+class ShardBy:
+    """Decides of each parameter group whether its parameters may be cut.
+
+    Args:
+        inner: the wrapped optimizers.
+        wanted: the setting ``shard_by``: ``"auto"``, ``"element"`` or ``"parameter"``.
+    """
+
+    def __init__(self, inner: InnerOptimizers, wanted: str) -> None:
+        self._inner = inner
+        self._wanted = wanted
+        self._known: dict[tuple[type, str], str] = {}
+
+    def __call__(self, index: int) -> str:
+        """Return `shard_by` of group ``index``; groups with equal settings are tried once."""
+        group = self._inner.group(index)
+        settings = {key: value for key, value in sorted(group.items()) if key not in ("params", "param_names")}
+        key = (type(self._inner.optimizer_of(index)), repr(settings))
+        if key not in self._known:
+            self._known[key] = shard_by(self._inner, self._wanted, index)
+        return self._known[key]
+
+    def check(self) -> None:
+        """Raise what `shard_by` raises, for any group."""
+        for index in range(self._inner.num_groups):
+            self(index)
 
 
 def shard_by(inner: InnerOptimizers, wanted: str, index: int) -> str:
@@ -77,6 +99,9 @@ def _trace(shapes: Sequence[tuple[int, ...]], optimizer: Optimizer, group: dict[
     first. None where it raises or gives no numbers.
     """
     device = group["params"][0].device if group["params"] else torch.device("cpu")
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
     params = [nn.Parameter(_draw(number).view(shape).to(device)) for number, shape in enumerate(shapes)]
     with unnoticed(device), torch.no_grad():
         try:
@@ -84,7 +109,8 @@ def _trace(shapes: Sequence[tuple[int, ...]], optimizer: Optimizer, group: dict[
             for step in range(_NUM_STEPS):
                 for number, param in enumerate(params):  # the second is a hundred times as steep
                     param.grad = _draw(10 * (step + 1) + number, 1.0 + 99.0 * number).to(device).view_as(param)
-                torch.manual_seed(step)  # an optimizer that draws noise draws the first parameter's first
+                for generator in generators:  # an optimizer that draws noise draws the first parameter's first
+                    generator.manual_seed(step)
                 copied.step()
         except Exception:  # a third party's class on tensors it was not written for
             return None

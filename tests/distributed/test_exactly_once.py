@@ -609,7 +609,7 @@ class _Spy:
 
 
 def spy(rank, shard):
-    """Return the dtypes that travelled on the default group, and those on others, in three windows with accidents."""
+    """Return the dtypes that travelled on each kind of group in three windows with accidents."""
     watch = _Spy()
     net = make_net(torch.bfloat16)
     optimizer = Settings(shard, max_grad_norm=1.0).make(net)
@@ -618,18 +618,21 @@ def spy(rank, shard):
         net(B(ALL if i else ()), (i, 1, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
+    control = optimizer._comm._control
     on_default = {dtype for _, group, dtype in watch.seen if group in (None, dist.group.WORLD)}
-    elsewhere = {dtype for _, group, dtype in watch.seen if group not in (None, dist.group.WORLD)}
-    return on_default, elsewhere, len(watch.seen), sum(optimizer._comm.counts.values())
+    on_control = {dtype for _, group, dtype in watch.seen if group is control}
+    elsewhere = {dtype for _, group, dtype in watch.seen if group not in (None, dist.group.WORLD, control)}
+    return on_default, on_control, elsewhere, len(watch.seen), sum(optimizer._comm.counts.values())
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_control_messages_never_travel_on_the_data_group(shard):
-    for on_default, elsewhere, num_calls, num_counted in run(spy, 3, shard):
-        assert torch.float32 in on_default
-        assert not on_default & {torch.uint8, None}
-        assert torch.uint8 in elsewhere
-        assert not elsewhere - {torch.uint8, None}  # None: a pickled object
+def test_control_messages_and_data_never_share_a_group_nor_take_the_loops(shard):
+    for on_default, on_control, elsewhere, num_calls, num_counted in run(spy, 3, shard):
+        assert on_default == set()
+        assert torch.uint8 in on_control
+        assert not on_control - {torch.uint8, None}  # None: a pickled object
+        assert torch.float32 in elsewhere
+        assert not elsewhere & {torch.uint8, None}
         assert num_calls >= num_counted > 0  # an exchange from rank to rank is several calls
 
 
