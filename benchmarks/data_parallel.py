@@ -213,6 +213,7 @@ def _common(found: Measured, setup: Setup) -> dict[str, Any]:
         "batch_size": setup.shape.batch_size,
         "num_tokens": setup.shape.num_tokens,
         "bucket_mib": setup.bucket_mib,
+        "fusedopt_overlaps": setup.overlaps,
         "inner": "torch.optim.AdamW(fused=True)",
         "repeats": len(found.times.wall),
     }
