@@ -512,7 +512,7 @@ def serve(connection: Connection, name: str, rank: int, setup: Setup, store: Pat
             )
             stack.callback(dist.destroy_process_group)
             if issubclass(SYSTEMS[name], DeepSpeedZero1):
-                import deepspeed  # noqa: F401
+                import deepspeed  # noqa: F401 - heavy: before the baseline of memory
             stack.enter_context(all_linears_as_fast_as_fp32())
             worker = Worker(name, rank, setup)
             while (command := connection.recv()) != "stop":

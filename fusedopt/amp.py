@@ -9,6 +9,7 @@ in silence. `ShardedGradScaler`, which makes its one decision on all ranks, is r
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from fusedopt.backends import Backend
 from fusedopt.buckets import Bucket
 from fusedopt.buffers import Buffers
 
+_SHARDED_MODULE = "torch.distributed.fsdp.sharded_grad_scaler"
 _MARK = "unscaled by fusedopt"
 
 _REMEDY = (
@@ -104,6 +106,8 @@ class Scalers:
             is_finite: tells of all gradients on all ranks.
             is_step: the scaler is about to step; else only if the user called ``scaler.unscale_`` before.
         """
+        if _SHARDED_MODULE not in sys.modules:  # nobody can have made one: clipping need not look for it every time
+            return
         scaler = self._find()
         if scaler is None or scaler._scale is None:
             return

@@ -56,8 +56,7 @@ class Door:
 def arrive(door: Door, slot: Slot, param: Tensor) -> None:
     """Fold what autograd left on ``param.grad``, then tell the listener."""
     fold(door, slot, param)
-    if door._listener is not None:
-        door.tell(slot)
+    door.tell(slot)
 
 
 def fold(door: Door, slot: Slot, param: Tensor) -> None:

@@ -56,8 +56,8 @@ class BackwardWatch:
         self._has_ended = True
         self._remove_hops()
 
-    def arrive(self) -> None:
-        """Note an arrival in the running backward.
+    def arrive(self, task: int) -> None:
+        """Note an arrival in the running backward, in graph task number ``task``.
 
         Raises:
             RuntimeError: if backwards run in two threads at once, or under compiled autograd.
@@ -65,7 +65,7 @@ class BackwardWatch:
         is_armed = self._end is not None and self._end() is not None
         if not is_armed and not self._hops:
             self._tasks = _Tasks()
-        self._tasks.enter(torch._C._current_graph_task_id())
+        self._tasks.enter(task)
         if is_armed:
             return
         self._arm()

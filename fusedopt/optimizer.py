@@ -110,14 +110,14 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         self._comm = comm
         self._inner = inner
         self._buffers = Buffers(backend, config.bucket_mib * MIB_NUMEL, sharding)
-        self._window = Window(config.gradient_accumulation_steps)
+        self._window = window = Window(config.gradient_accumulation_steps)
         self._reduction = Reduction(
             comm,
             self._buffers,
             overlap=config.overlap_grad_reduce,
-            is_merging=self._window.is_merging,
-            is_last=self._window.ends_next,
-            on_lost=self._window.restart,
+            is_merging=window.is_merging,
+            is_last=lambda: window.is_last,
+            on_lost=window.restart,
         )
         self._arrival = Arrival(self._buffers, self._reduction.arrived if comm.world_size > 1 else None)
         self._gather = Gather(comm, self._buffers, overlap=config.overlap_param_gather)

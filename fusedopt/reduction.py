@@ -138,9 +138,11 @@ class Reduction:
         """Note that a backward (or a hand) is done with the gradient of one parameter."""
         bucket = self._buffers.buckets[slot.index]
         bucket.is_dirty = True
-        if torch._C._current_graph_task_id() < 0:  # set by hand, taken over in the step
+        task = torch._C._current_graph_task_id()
+        if task < 0:  # set by hand, and taken over outside of any backward
+            bucket.note_version()
             return
-        self._watch.arrive()
+        self._watch.arrive(task)
         self._num_arrivals += 1
         bucket.last_arrival = self._num_arrivals
         if self._may_launch:
@@ -190,13 +192,17 @@ class Reduction:
 
     # -- launching
 
-    def _not_launched(self) -> list[Bucket]:
-        """Return the buckets still to come in this round, in its order: the same on all ranks."""
+    def _launch_order(self) -> list[int]:
+        """Return the buckets' indices in the order of a round: the same on all ranks."""
         buckets = self._buffers.buckets
         if len(self._order) != len(buckets):  # the first time, or some were unfrozen
             self._order = sorted(range(len(buckets)), key=lambda index: (-buckets[index].group, index))
             self._is_order_learned = False
-        return [buckets[index] for index in self._order[self._num_launched :]]
+        return self._order
+
+    def _not_launched(self) -> list[Bucket]:
+        """Return the buckets still to come in this round, in its order."""
+        return [self._buffers.buckets[index] for index in self._launch_order()[self._num_launched :]]
 
     def _learn_order(self, said: Says) -> None:
         """After the first round, go on in the order in which buckets were complete: on the first rank that knows."""
@@ -209,7 +215,9 @@ class Reduction:
             self._order, self._is_order_learned = found, True
 
     def _launch_complete(self) -> None:
-        for bucket in self._not_launched():
+        order = self._launch_order()
+        while self._num_launched < len(order):
+            bucket = self._buffers.buckets[order[self._num_launched]]
             if bucket.num_awaited > 0:
                 return
             self._settle_finished()

@@ -36,10 +36,6 @@ class Window:
         """Whether the micro-batch whose `step()` call is still to come ends the window."""
         return self.num_pending + 1 >= self.num_micro_batches
 
-    def ends_next(self) -> bool:
-        """Return `is_last`."""
-        return self.is_last
-
     def check_kept(self) -> None:
         """Raise if a gradient of this window was cleared or replaced since the last `step()` call.
 

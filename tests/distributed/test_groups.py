@@ -225,3 +225,30 @@ def test_collectives_of_the_loop_never_meet_ours():
     (found, first), (_, second) = run(the_loop_communicates, 2)
     assert found == [3.0] * 8
     assert all(torch.isfinite(a).all() and torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# -- gradients set by hand
+
+
+def set_by_hand(rank):
+    """A gradient set by hand, which a state_dict() takes over first, in three windows; return the first weight."""
+    model, optimizer = make(shard="optimizer", dtype=torch.float32)
+    for window in range(3):
+        step_of = torch.full_like(model[0].weight, float(2 * (window + 1) * (rank + 1)))
+        model[0].weight.grad = step_of
+        optimizer.state_dict()
+        assert model[0].weight.grad is model[0].weight.main_grad
+        optimizer.step()
+        optimizer.zero_grad()
+    return model[0].weight.detach()
+
+
+def test_a_gradient_set_by_hand_is_no_edit_when_a_state_dict_took_it_over():
+    model, optimizer = make(dtype=torch.float32)
+    for window in range(3):
+        model[0].weight.grad = torch.full_like(model[0].weight, 3.0 * (window + 1))  # the mean of the ranks'
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run(set_by_hand, 2):
+        assert torch.isfinite(found).all()
+        assert torch.equal(found, model[0].weight.detach())
