@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 
-from fusedopt.backends import Backend
 from fusedopt.buckets import Bucket
 from fusedopt.buffers import Buffers
 
@@ -38,13 +37,11 @@ class Scalers:
     Args:
         optimizer: as scalers know it, by its ``id``.
         buffers: its gradients.
-        backend: does the work on the tensors.
     """
 
-    def __init__(self, optimizer: Any, buffers: Buffers, backend: Backend) -> None:
+    def __init__(self, optimizer: Any, buffers: Buffers) -> None:
         self._key = id(optimizer)
         self._buffers = buffers
-        self._backend = backend
         self._found: weakref.ref[GradScaler] | None = None
 
     def _find(self) -> GradScaler | None:
@@ -99,11 +96,11 @@ class Scalers:
         if scaler is not None:
             self.refuse_stock(scaler)
 
-    def unscale_parts(self, is_finite: Callable[[], bool], *, is_step: bool) -> None:
+    def unscale_parts(self, found_inf: Callable[[], bool], *, is_step: bool) -> None:
         """Do what ``scaler.unscale_`` cannot under ``"gradients"``, where there are no ``.grad`` for it to see.
 
         Args:
-            is_finite: tells of all gradients on all ranks.
+            found_inf: tells of all gradients on all ranks.
             is_step: the scaler is about to step; else only if the user called ``scaler.unscale_`` before.
         """
         if _SHARDED_MODULE not in sys.modules:  # nobody can have made one: clipping need not look for it every time
@@ -116,7 +113,7 @@ class Scalers:
             return
         state[_MARK] = True  # until scaler.update(), which makes a new one
         scale: Tensor = scaler._scale
-        has_inf = not is_finite()
-        self._backend.scale_(self._buffers.grad_parts(), scale.double().reciprocal().float())
+        has_inf = found_inf()
+        self._buffers.scale_grads_(scale.double().reciprocal().float())
         state["stage"] = OptState.UNSCALED
         state["found_inf_per_device"] = {scale.device: torch.full_like(scale, float(has_inf))}

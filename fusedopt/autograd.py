@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.function import FunctionMeta
 
-from fusedopt.backends import Backend, resolve
+from fusedopt.backends import for_weight
 from fusedopt.main_grad import claim, has_main_grad
 
 
@@ -121,12 +121,8 @@ class MainGradFunction(torch.autograd.Function, metaclass=_Meta):
             return _returned_product(weight, grad_output, input, exact)
         has_sum = claim(weight)
         main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
-        _backend().wgrad_accumulate_(main_grad, grad_output, input, accumulate=has_sum, exact=exact)
+        for_weight(weight).wgrad_accumulate_(main_grad, grad_output, input, accumulate=has_sum, exact=exact)
         return None
-
-
-def _backend() -> Backend:
-    return resolve("auto")
 
 
 def _destination(ctx: Any, weight: Tensor) -> Destination:
@@ -176,5 +172,5 @@ def _returned_product(weight: Tensor, grad_output: Tensor, input: Tensor, exact:
     if torch.is_grad_enabled() or not goes_to_main_grad:
         return grad_output.t().mm(input)
     fresh = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
-    _backend().wgrad_accumulate_(fresh, grad_output, input, accumulate=False, exact=exact)
+    for_weight(weight).wgrad_accumulate_(fresh, grad_output, input, accumulate=False, exact=exact)
     return _returned(weight, fresh)

@@ -60,6 +60,7 @@ class Bucket:
         plan: from `plan_buckets`.
         like: a parameter of the bucket; gives dtype and device.
         sharding: which part of it this rank updates.
+        backend: a `Backend`; does the work on its tensors.
 
     Attributes:
         is_lending: whether whole main_grads exist only while gradients arrive (``shard="gradients"``).
@@ -75,11 +76,14 @@ class Bucket:
         num_awaited, last_arrival: arrivals still to come in this backward, by experience, and the last one's number.
     """
 
-    def __init__(self, index: int, group: int, plan: layout.Bucket, like: Tensor, sharding: Sharding) -> None:
+    def __init__(
+        self, index: int, group: int, plan: layout.Bucket, like: Tensor, sharding: Sharding, backend: Any
+    ) -> None:
         self.index = index
         self.group = group
         self.plan = plan
         self.entries: list[Any] = []  # of `buffers.Entry`
+        self.backend = backend
         self.dtype = MAIN_DTYPES[like.dtype]
         self.device = like.device
         self.span = plan.shard_span(sharding.rank) if sharding.is_sharded else Span(0, plan.numel)
@@ -194,7 +198,7 @@ class Slot:
                 raise RuntimeError(f"parameter {self.name} was unwrapped while a gradient arrived for it")
             self.main_grad = bucket.lend().as_strided(self.shape, self.strides, self.start)
             self.address = self.main_grad.data_ptr()
-            register(param, self.main_grad)
+            register(param, self.main_grad, bucket.backend)
         return self.main_grad
 
     def forget(self, param: Tensor) -> None:

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from fusedopt.backends import Backend
+from fusedopt.backends import Backend, resolve, torch_ops
 from fusedopt.buckets import Bucket, Sharding, Slot
 from fusedopt.layout import ParamSpec, Span, intersect, plan_buckets
 from fusedopt.main_grad import OUR_ATTRIBUTES
@@ -189,12 +190,12 @@ class Buffers:
     """All buckets of one wrapper, and the entries whose views they hold.
 
     Args:
-        backend: does the work on the tensors.
+        backend: a value of `MainGradConfig.backend`: who does the work on the tensors.
         bucket_numel: elements; see `plan_buckets`.
         sharding: how buckets are split over ranks.
     """
 
-    def __init__(self, backend: Backend, bucket_numel: int, sharding: Sharding | None = None) -> None:
+    def __init__(self, backend: str, bucket_numel: int, sharding: Sharding | None = None) -> None:
         self._backend = backend
         self._bucket_numel = bucket_numel
         self.sharding = sharding or Sharding()
@@ -217,10 +218,12 @@ class Buffers:
             One entry per parameter, in the given order.
         """
         specs = [ParamSpec(name, p.numel(), (group, p.dtype, p.device)) for name, p in named_params]
+        backends = {(p.dtype, p.device): resolve(self._backend, p.device, p.dtype) for _, p in named_params}
         entries: dict[int, Entry] = {}
         for plan in plan_buckets(specs, self._bucket_numel, self.sharding.num_shards, shard_by):
             like = named_params[plan.placements[0].index][1]
-            bucket = Bucket(len(self.buckets), group, plan, like, self.sharding)
+            backend = backends[like.dtype, like.device]
+            bucket = Bucket(len(self.buckets), group, plan, like, self.sharding, backend)
             self.buckets.append(bucket)
             for placement in plan.placements:
                 name, param = named_params[placement.index]
@@ -254,17 +257,28 @@ class Buffers:
         """Return what this rank updates with: the gradients of `with_grad`, each its part."""
         return [e.grad_part for e in self.entries if e.grad_part is not None and e.has_grad]
 
+    def scale_grads_(self, factor: Tensor) -> None:
+        """Multiply `grad_parts` by ``factor``, 0-d."""
+        updated = [e for e in self.entries if e.grad_part is not None and e.has_grad]
+        for backend, entries in _by_backend((e.bucket.backend, e) for e in updated):
+            parts = [e.grad_part for e in entries]
+            backend.scale_cast_(parts, parts, factor)
+
+    def buckets_by_backend(self) -> list[tuple[Backend, list[Bucket]]]:
+        """Return all buckets, those that the same functions work on together."""
+        return _by_backend((bucket.backend, bucket) for bucket in self.buckets)
+
     def zero_absent(self) -> None:
         """Zero this rank's parts of the gradients of parameters that received none.
 
         A clear runs no code of ours, so such a span may hold bytes from before it, and whole-bucket
         operations must see zero there.
         """
-        self._backend.zero_([e.grad_part for e in self.entries if e.grad_part is not None and not e.has_grad])
+        torch_ops.zero_([e.grad_part for e in self.entries if e.grad_part is not None and not e.has_grad])
 
     def zero_absent_in(self, bucket: Bucket) -> None:
         """Zero, in the whole of ``bucket``, main_grads of parameters whose ``.grad`` is None."""
-        self._backend.zero_(
+        torch_ops.zero_(
             [e.slot.main_grad for e in bucket.entries if e.param.grad is None and e.slot.main_grad is not None]
         )
 
@@ -280,28 +294,29 @@ class Buffers:
                 continue
             if entry.bucket.model is not None and entry.was_moved():
                 entry.move_into(entry.bucket.model)
-            if entry.is_rounded:
-                self._backend.take_over_(entry.main_param, entry.model_part)
+            if entry.is_rounded and entry.main_param is not None:
+                torch_ops.take_over_(entry.main_param, entry.model_part)
             if entry.bucket.main is not None or entry.bucket.model is not None:
                 entry.mark_synced()
 
     @torch.no_grad()
-    def write_back(self, *, everything: bool = False) -> None:
+    def write_back(self, *, everything: bool = False, done: Iterable[Entry] = ()) -> None:
         """Round main_params into their model parameters, bumping the version of each one written.
 
         Under a shard this rank's parts are written, and the rest is the gather's.
 
         Args:
             everything: also those that have no gradient and were not seen to change.
+            done: entries whose step wrote the model parameter, too.
         """
         written = [e for e in self.entries if everything or e.has_grad or _was_written(e)]
-        rounded = [e for e in written if e.is_rounded]
-        self._backend.cast_copy_([e.model_part for e in rounded], [e.main_param for e in rounded])
-        # Inner optimizers that write through `.data` leave no trace, and flat memory none on its parameters; torch's
-        # check for a step between forward and backward needs one. (`copy_` above leaves its own.)
-        torch.autograd.graph.increment_version(
-            [e.param for e in written if e.bucket.model is not None or not e.is_rounded]
-        )
+        is_done = {e.number for e in done}
+        rounded = [e for e in written if e.is_rounded and e.number not in is_done]
+        for backend, entries in _by_backend((e.bucket.backend, e) for e in rounded):
+            backend.scale_cast_([e.model_part for e in entries], [e.main_param for e in entries])
+        # Inner optimizers that write through `.data` leave no trace, and flat memory and kernels none on parameters;
+        # torch's check for a step between forward and backward needs one. (Write-back above may leave a second.)
+        torch.autograd.graph.increment_version([e.param for e in written])
         for entry in written:
             entry.mark_synced()
 
@@ -318,6 +333,13 @@ class Buffers:
             for kind, nbytes in bucket.nbytes().items():
                 total[kind] += nbytes
         return total
+
+
+def _by_backend(items: Iterable[tuple[Backend, Any]]) -> list[tuple[Backend, list[Any]]]:
+    groups: dict[Backend, list[Any]] = {}
+    for backend, item in items:
+        groups.setdefault(backend, []).append(item)
+    return list(groups.items())
 
 
 def _was_written(entry: Entry) -> bool:

@@ -13,7 +13,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from fusedopt.backends import Backend
+from fusedopt.backends import torch_ops
 from fusedopt.buffers import Buffers
 from fusedopt.comm import DataParallelGroup
 
@@ -30,17 +30,13 @@ class Clip:
     """What happens to complete gradients before the inner step.
 
     Args:
-        backend: does the work on the tensors.
         buffers: whose gradients these are.
         comm: the ranks that norms are taken over.
         max_norm: largest global 2-norm that passes unscaled; None does not clip.
         nonfinite: ``"skip"``, ``"raise"`` or ``"ignore"``, see `MainGradConfig`.
     """
 
-    def __init__(
-        self, backend: Backend, buffers: Buffers, comm: DataParallelGroup, max_norm: float | None, nonfinite: str
-    ) -> None:
-        self._backend = backend
+    def __init__(self, buffers: Buffers, comm: DataParallelGroup, max_norm: float | None, nonfinite: str) -> None:
         self._buffers = buffers
         self._comm = comm
         self._max_norm = max_norm
@@ -51,7 +47,7 @@ class Clip:
     def average(self, divisor: int) -> None:
         """Divide every gradient by ``divisor``, the number of addends: once a window, one rounding."""
         if divisor != 1:
-            self._backend.divide_(self._buffers.grad_parts(), divisor)
+            torch_ops.divide_(self._buffers.grad_parts(), divisor)
 
     def measure(self, norm_type: float = 2.0) -> Tensor:
         """Return the global norm over all ranks, every element once; see `torch_ops.norm` for its numerics.
@@ -68,15 +64,28 @@ class Clip:
         return self._norm(float(norm_type))
 
     def _norm(self, norm_type: float, dtype: torch.dtype | None = None) -> Tensor:
-        flats = [bucket.grad_part for bucket in self._buffers.buckets]
-        local = self._backend.norm(flats, norm_type, dtype=dtype)
+        norms = [
+            backend.norm([bucket.grad_part for bucket in buckets], norm_type, dtype=dtype)
+            for backend, buckets in self._buffers.buckets_by_backend()
+        ]
+        local = norms[0]
+        if len(norms) > 1:
+            local = torch.linalg.vector_norm(torch.stack([norm.to(local.device) for norm in norms]), norm_type)
         total = self._comm.total_norm(local, norm_type, is_sharded=self._buffers.sharding.is_sharded)
-        is_double = dtype is torch.float64 or any(flat.dtype is torch.float64 for flat in flats)
+        is_double = dtype is torch.float64 or any(b.dtype is torch.float64 for b in self._buffers.buckets)
         return total if is_double else total.float()
+
+    def found_inf(self) -> bool:
+        """Return whether any gradient on any rank is inf or nan; exact, and one host synchronisation."""
+        self._buffers.zero_absent()
+        by_backend = self._buffers.buckets_by_backend()
+        found = [backend.found_inf([bucket.grad_part for bucket in buckets]) for backend, buckets in by_backend]
+        largest = torch.stack([one.to(found[0].device, torch.float64) for one in found]).max()
+        return bool(self._comm.total_norm(largest, math.inf, is_sharded=self._buffers.sharding.is_sharded))
 
     def scale(self, norm: Tensor, max_norm: float) -> None:
         """Scale all gradients so that a global norm of ``norm`` becomes at most ``max_norm``."""
-        self._backend.scale_(self._buffers.grad_parts(), clip_coefficient(norm, max_norm))
+        self._buffers.scale_grads_(clip_coefficient(norm, max_norm))
 
     def on_host(self, nonfinite: str) -> bool:
         """Measure and clip; one host synchronisation, none under ``"ignore"``.
@@ -94,7 +103,7 @@ class Clip:
             return True
         self.norm = self.measure()
         value = self.norm.item()
-        if not math.isfinite(value):
+        if not math.isfinite(value) and not self.found_inf():
             # A finite gradient above 1.8e19 overflows the fp32 sum of its squares; float64 takes 20 times longer.
             self.norm = self._norm(2.0, dtype=torch.float64)
             value = self.norm.item()

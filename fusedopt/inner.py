@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from fusedopt.buffers import Entry
 from fusedopt.parts import Cut, take, wrap
-from fusedopt.pieces import checkpoint_wants, to_checkpoint
+from fusedopt.pieces import to_checkpoint
 from fusedopt.scratch import global_step_hooks_muted, state_to_come
 
 HAS_STATE = "has_state"
@@ -206,6 +206,7 @@ class InnerOptimizers:
         closure: Callable[[], Any] | None = None,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        instead: Callable[[Optimizer, Tensor | None, Tensor | None], bool] | None = None,
     ) -> Any:
         """Step every inner optimizer on its main_params.
 
@@ -214,15 +215,20 @@ class InnerOptimizers:
             closure: for inner optimizers that require one; it has to call `hang_gradients` itself.
             grad_scale: float32, 0-d; what gradients are divided by on the device. Needs `takes_found_inf`.
             found_inf: float32, 0-d; nonzero leaves parameters and state as they are. Needs `takes_found_inf`.
+            instead: makes the step of one inner optimizer, of which every parameter has state, or returns False.
 
         Returns:
             What the inner optimizer's ``step`` returned.
         """
         result = self.consolidated = None
+        if self.would_create_state([entry for entry in entries if entry.has_grad]):
+            instead = None
         hang_gradients(entries)
         try:
             with global_step_hooks_muted():
                 for opt in self.optimizers:
+                    if instead is not None and instead(opt, grad_scale, found_inf):
+                        continue
                     with _attributes(opt, grad_scale=grad_scale, found_inf=found_inf):
                         result = opt.step(closure) if closure is not None else opt.step()
         finally:
@@ -311,41 +317,6 @@ def hang_gradients(entries: Sequence[Entry]) -> None:
 def cut_of(entry: Entry) -> Cut:
     """Return which elements of the parameter of ``entry`` are this rank's."""
     return Cut(tuple(entry.slot.shape), entry.slot.strides, entry.part)
-
-
-class StateView(MutableMapping[Any, Any]):
-    """``optimizer.state`` by model parameter: a live view of the inner optimizers' state by main_param."""
-
-    def __init__(self, inner: InnerOptimizers) -> None:
-        self._inner = inner
-
-    def _home(self, key: Hashable) -> Any:
-        main_param = self._inner.main_of(key)
-        return {None: {}} if main_param is None else self._inner.home_of(main_param).state  # None: on another rank
-
-    def __bool__(self) -> bool:
-        # torch.distributed.checkpoint makes a step where there is no state yet; ours is listed without one.
-        return len(self) > 0 or checkpoint_wants() is not None
-
-    def __getitem__(self, key: Any) -> Any:
-        if checkpoint_wants() is not None:  # it takes from here the names of what it loads
-            return self._inner.for_checkpoint(key)
-        return self._home(key)[self._inner.main_of(key)]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._home(key)[self._inner.main_of(key)] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._home(key)[self._inner.main_of(key)]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self._inner.param_of(key) for opt in self._inner.optimizers for key in list(opt.state))
-
-    def __len__(self) -> int:
-        return sum(len(opt.state) for opt in self._inner.optimizers)
-
-    def __contains__(self, key: object) -> bool:
-        return any(self._inner.main_of(key) in opt.state for opt in self._inner.optimizers)
 
 
 def _nbytes(value: Any) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fusedopt.autograd import Destination, MainGradFunction, destination_of
-from fusedopt.backends import resolve
+from fusedopt.backends import for_weight
 from fusedopt.main_grad import claim, has_main_grad
 from fusedopt.main_grad import resolve as parameter_of
 
@@ -145,7 +145,8 @@ def wgrad_accumulate(main_grad: Tensor, token: Tensor, grad_output: Tensor, inpu
     """
     is_wanted, has_sum = _claim_for(token, main_grad)
     if is_wanted:
-        resolve("auto").wgrad_accumulate_(main_grad, grad_output, input, accumulate=has_sum, exact=exact)
+        backend = for_weight(parameter_of(token))
+        backend.wgrad_accumulate_(main_grad, grad_output, input, accumulate=has_sum, exact=exact)
 
 
 @torch.library.custom_op("fusedopt::accumulate", mutates_args=("main_grad",))

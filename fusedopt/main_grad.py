@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +23,18 @@ _numbers = itertools.count()
 _params: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
-def register(param: Tensor, main_grad: Tensor) -> None:
+def register(param: Tensor, main_grad: Tensor, backend: Any = None) -> None:
     """Make ``main_grad`` the main_grad of ``param``.
 
     It carries ``num_first_touches``, how often it was claimed, and ``token``, a 0-d int64 CPU tensor by
-    which compiled code, where `resolve` runs, names the parameter: such code sees clones of main_grad.
+    which compiled code, where `resolve` runs, names the parameter: such code sees clones of main_grad; and
+    ``backend``, the `Backend` that adds to it, None where that is left to "auto".
     """
     number = next(_numbers)
     _params[number] = param
     main_grad.num_first_touches = 0  # type: ignore[attr-defined]
     main_grad.token = torch.tensor(number)  # type: ignore[attr-defined]
+    main_grad.backend = backend  # type: ignore[attr-defined]
     param.main_grad = main_grad  # type: ignore[attr-defined]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,10 +37,11 @@ from fusedopt.clip import Clip
 from fusedopt.comm import DataParallelGroup
 from fusedopt.config import MainGradConfig
 from fusedopt.gather import Gather
-from fusedopt.inner import Group, InnerOptimizers, StateView
+from fusedopt.inner import Group, InnerOptimizers
 from fusedopt.probe import ShardBy
 from fusedopt.reduction import Reduction
 from fusedopt.replicas import start_alike
+from fusedopt.state_view import StateView
 from fusedopt.stateful import GONE_WHEN_UNWRAPPED, StatefulOptimizer
 from fusedopt.update import Update
 from fusedopt.window import Window
@@ -74,7 +75,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         ValueError: for bad configuration, no trainable parameter, a parameter given twice, on the meta device
             or uninitialised; for an inner optimizer that cannot be sharded as asked.
         RuntimeError: if parameters are wrapped already, held by a live DistributedDataParallel, or differ between
-            ranks.
+            ranks; if ``backend`` names a library that is not there.
         Nothing was changed when one of these is raised, and all ranks raise it.
     """
 
@@ -95,8 +96,8 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             inner_optimizers = InnerOptimizers(optimizers)
             is_sharded = config.shard != "none" and comm.num_shards > 1
             refuse_unsupported(config, requires_closure=inner_optimizers.requires_closure, is_sharded=is_sharded)
-            backends.resolve(config.backend)
             check_all_parameters(optimizers)
+            _resolve_all(config.backend, all_named(optimizers))
             if is_sharded:
                 ShardBy(inner_optimizers, config.shard_by).check()
         start_alike(comm, all_named(optimizers), dataclasses.asdict(config), broadcast=config.broadcast_params)
@@ -104,12 +105,11 @@ class FusedMainGradOptimizer(StatefulOptimizer):
 
     def _wire(self, inner: InnerOptimizers, config: MainGradConfig, comm: DataParallelGroup) -> None:
         """Put the parts together over checked parameters, and take these on."""
-        backend = backends.resolve(config.backend)
         sharding = Sharding.of(config.shard, comm.shard_rank, comm.num_shards)
         self.config = config
         self._comm = comm
         self._inner = inner
-        self._buffers = Buffers(backend, config.bucket_mib * MIB_NUMEL, sharding)
+        self._buffers = Buffers(config.backend, config.bucket_mib * MIB_NUMEL, sharding)
         self._window = window = Window(config.gradient_accumulation_steps)
         self._reduction = Reduction(
             comm,
@@ -121,9 +121,9 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         )
         self._arrival = Arrival(self._buffers, self._reduction.arrived if comm.world_size > 1 else None)
         self._gather = Gather(comm, self._buffers, overlap=config.overlap_param_gather)
-        self._clip = Clip(backend, self._buffers, comm, config.max_grad_norm, config.nonfinite)
+        self._clip = Clip(self._buffers, comm, config.max_grad_norm, config.nonfinite)
         self._update = Update(inner, self._buffers, self._clip, self._gather)
-        self._scalers = Scalers(self, self._buffers, backend)
+        self._scalers = Scalers(self, self._buffers)
         placement = ShardBy(inner, config.shard_by) if sharding.is_sharded else None
         self._adoption = Adoption(inner, self._buffers, self._arrival, self._gather, placement)
         super().__init__([dict(inner.group(i)) for i in range(inner.num_groups)], inner.common_defaults())
@@ -157,6 +157,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         named = [p if isinstance(p, tuple) else (default_name(index, i), p) for i, p in enumerate(params)]
         with self._comm.together():
             check_parameters(named)
+            _resolve_all(self.config.backend, named)
             self._inner.add_group({**param_group, "params": params})
         inner_group = self._inner.group(index)
         start_alike(self._comm, named_params(inner_group, index), None, broadcast=self.config.broadcast_params)
@@ -296,7 +297,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         with self._reduction.meeting(Kind.CLIP):
             self._prepare()
         if self._buffers.sharding.is_lending:
-            self._scalers.unscale_parts(self._is_finite, is_step=False)
+            self._scalers.unscale_parts(self._clip.found_inf, is_step=False)
         num_micro_batches, num_addends = self._window.num_pending + 1, 1
         if self._window.is_last and not self._buffers.sharding.is_sharded:
             self._average(num_micro_batches)
@@ -307,9 +308,6 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             self._clip.scale(norm, float(max_norm))
             self._reduction.note_versions()
         return norm
-
-    def _is_finite(self) -> bool:
-        return bool(torch.isfinite(self._clip.measure()))
 
     # -- what a loop asks
 
@@ -345,7 +343,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         if self._buffers.sharding.is_sharded:
             self._scalers.check_step()
         if self._buffers.sharding.is_lending:
-            self._scalers.unscale_parts(self._is_finite, is_step=True)
+            self._scalers.unscale_parts(self._clip.found_inf, is_step=True)
         return False
 
     def memory_report(self) -> dict[str, float]:
@@ -384,6 +382,11 @@ class FusedMainGradOptimizer(StatefulOptimizer):
                 if hasattr(opt, name):
                     return getattr(opt, name)
         raise AttributeError(f"neither {type(self).__name__} nor its inner optimizer has an attribute {name!r}")
+
+
+def _resolve_all(backend: str, named: Iterable[tuple[str, Tensor]]) -> None:
+    for device, dtype in {(param.device, param.dtype): None for _, param in named}:
+        backends.resolve(backend, device, dtype)
 
 
 def _evaluate(closure: Closure | None) -> Any:

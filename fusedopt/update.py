@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from fusedopt.buffers import Buffers
 from fusedopt.clip import Clip
+from fusedopt.fused_step import FusedSteps
 from fusedopt.gather import Gather
 from fusedopt.inner import Group, InnerOptimizers, hang_gradients
 
@@ -31,6 +34,7 @@ class Update:
         self._buffers = buffers
         self._clip = clip
         self._gather = gather
+        self._fused_steps = FusedSteps(buffers)
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Bring hyper-parameters and main_params up to date with what was changed from outside.
@@ -52,15 +56,20 @@ class Update:
         """
         if self._runs_on_device():
             grad_scale, found_inf = self._clip.on_device(num_addends)
-            self._inner.step(self._buffers.entries, grad_scale=grad_scale, found_inf=found_inf)
+            self._step(grad_scale, found_inf)
         else:
             self._clip.average(num_addends)
             if not self._clip.on_host(self._clip.nonfinite):
                 return
-            self._inner.step(self._buffers.entries)
-        self._buffers.write_back()
+            self._step()
+        self._buffers.write_back(done=self._fused_steps.take_written())
         self._gather.start(may_overlap=may_overlap)
         self._inner.agree(groups)
+
+    def _step(self, grad_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+        self._inner.step(
+            self._buffers.entries, grad_scale=grad_scale, found_inf=found_inf, instead=self._fused_steps.step
+        )
 
     def apply_by_closure(self, groups: Sequence[Group], loss: Any, evaluate_again: Callable[[], Any]) -> Any:
         """Update with an inner optimizer that evaluates a closure itself, as often as it wants.

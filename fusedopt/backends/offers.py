@@ -61,6 +61,9 @@ class Sgd:
     is_nesterov: bool
 
 
+Rule = Adam | Sgd
+
+
 @dataclass(frozen=True)
 class Spans:
     """What a fused step reads and writes: lists of equal length, one item per parameter, on one device.

@@ -6,7 +6,9 @@ the tensors' own device and never reads a value back to the host.
 
 from __future__ import annotations
 
+import enum
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +17,10 @@ from torch import Tensor
 from fusedopt.layout import ROW_NUMEL
 
 TILE_ROWS = 256
-"""Rows of a weight whose rounded product exists at once in the inexact wgrad."""
+"""Rows of a weight whose rounded product exists at once in the inexact wgrad on a CPU."""
+
+TILE_NBYTES = 64 * 2**20
+"""Of the fp32 product that exists at once in the wgrad of a CUDA device that cannot accumulate in the epilogue."""
 
 
 def norm(flats: Sequence[Tensor], norm_type: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
@@ -41,10 +46,43 @@ def norm(flats: Sequence[Tensor], norm_type: float = 2.0, dtype: torch.dtype | N
     return total
 
 
-def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply each tensor by ``factor``, a 0-d tensor, in place: one rounding in the tensor's dtype."""
-    for device_tensors in _by_device(tensors):
-        torch._foreach_mul_(device_tensors, factor.to(device_tensors[0]))
+def found_inf(flats: Sequence[Tensor]) -> Tensor:
+    """Return 1.0 if any element of ``flats`` is inf or nan, else 0.0; exact, where `norm` may overflow.
+
+    Args:
+        flats: 1-D, float32 or float64; on any devices. Read.
+
+    Returns:
+        0-d, on the first tensor's device, float32.
+    """
+    device = flats[0].device
+    largest = [torch.linalg.vector_norm(f, math.inf).to(device, torch.float64) for f in flats if f.numel()]
+    if not largest:
+        return torch.zeros((), device=device)
+    return torch.stack(largest).isfinite().all().logical_not().float()
+
+
+def scale_cast_(targets: Sequence[Tensor], sources: Sequence[Tensor], factor: Tensor | None = None) -> None:
+    """Write ``source * factor``, rounded to nearest even, into each target: unscale, clip, write-back.
+
+    Args:
+        targets: any floating dtype; written. May be the sources: then they are scaled in place.
+        sources: one per target, of its shape and on its device. Read.
+        factor: 0-d; None for 1. The product is rounded to the source's dtype, then to the target's.
+    """
+    if factor is not None:
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, source in enumerate(sources):
+            groups.setdefault((source.device, source.dtype), []).append(index)
+        for (device, dtype), indices in groups.items():
+            written, read = ([tensors[i] for i in indices] for tensors in (targets, sources))
+            scale = factor.to(device, dtype)
+            if all(target is source for target, source in zip(written, read, strict=True)):
+                torch._foreach_mul_(written, scale)
+            else:
+                torch._foreach_copy_(written, torch._foreach_mul(read, scale))
+    elif targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def divide_(tensors: Sequence[Tensor], divisor: int) -> None:
@@ -57,12 +95,6 @@ def zero_(tensors: Sequence[Tensor]) -> None:
     """Fill each tensor with zeros."""
     if tensors:
         torch._foreach_zero_(list(tensors))
-
-
-def cast_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Round each source to its target's dtype (nearest even) and write it there."""
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))
 
 
 def take_over_(main_param: Tensor, param: Tensor) -> None:
@@ -93,15 +125,18 @@ def wgrad_accumulate_(
             torch's own backward does, a tile of ``TILE_ROWS`` rows at a time: done where that is faster, on CPUs
             with bfloat16 instructions.
 
-    Numerics: with ``exact`` no low-precision product is formed. On a CPU the operands are cast whole
-    (activations' size, not the weight's), on CUDA the GEMM widens in its epilogue.
+    Numerics: with ``exact``, and on CUDA always, no low-precision product is formed. On a CPU the operands are cast
+    whole (activations' size, not the weight's), on CUDA the GEMM widens in its epilogue; see `cuda_road`.
     """
     beta = 1.0 if accumulate else 0.0
     if grad_output.dtype is main_grad.dtype:
         main_grad.addmm_(grad_output.t(), input, beta=beta)
-    elif main_grad.is_cuda:
-        torch.addmm(main_grad, grad_output.t(), input, beta=beta, out_dtype=main_grad.dtype, out=main_grad)
-    elif exact or grad_output.dtype is not torch.bfloat16 or not multiplies_bfloat16():
+    elif main_grad.is_cuda and (road := cuda_road(main_grad.device, grad_output.dtype)) is not Road.WIDEN:
+        if road is Road.EPILOGUE:
+            torch.addmm(main_grad, grad_output.t(), input, beta=beta, out_dtype=main_grad.dtype, out=main_grad)
+        else:
+            _add_tiles(main_grad, grad_output, input, accumulate=accumulate)
+    elif main_grad.is_cuda or exact or grad_output.dtype is not torch.bfloat16 or not multiplies_bfloat16():
         main_grad.addmm_(grad_output.to(main_grad.dtype).t(), input.to(main_grad.dtype), beta=beta)
     else:
         for rows, columns in zip(
@@ -114,15 +149,48 @@ def wgrad_accumulate_(
                 rows.copy_(product)
 
 
+class Road(enum.Enum):
+    """How a CUDA device adds a low-precision product into an fp32 main_grad, the best first."""
+
+    EPILOGUE = "addmm accumulates into fp32 in its epilogue"
+    TILES = "mm with fp32 output, a tile at a time, then add"
+    WIDEN = "operands cast to fp32"
+
+
+@functools.cache
+def cuda_road(device: torch.device, dtype: torch.dtype) -> Road:
+    """Return the best way that ``device`` and this torch have for operands of ``dtype``; tried out, once.
+
+    Early torch releases want the addend of ``addmm(out_dtype=)`` in the operands' dtype, and some devices lack the
+    product altogether: both raise. Synchronises; not to be called for the first time while a CUDA graph is captured.
+    """
+    operand = torch.ones(16, 16, dtype=dtype, device=device)
+    addend = torch.full((16, 16), 2.0**-12, device=device)  # lost where anything rounds to dtype: 16 + 2**-12
+    try:
+        torch.addmm(addend, operand.t(), operand, out_dtype=addend.dtype, out=addend)
+        if bool((addend == 16 + 2.0**-12).all()):
+            return Road.EPILOGUE
+    except (RuntimeError, TypeError):
+        pass
+    try:
+        product = torch.mm(operand.t(), operand, out_dtype=addend.dtype)
+        return Road.TILES if product.dtype is addend.dtype and bool((product == 16).all()) else Road.WIDEN
+    except (RuntimeError, TypeError):
+        return Road.WIDEN
+
+
+def _add_tiles(main_grad: Tensor, grad_output: Tensor, input: Tensor, *, accumulate: bool) -> None:
+    num_rows = max(1, TILE_NBYTES // max(1, main_grad.shape[1] * main_grad.element_size()))
+    for rows, columns in zip(torch.split(main_grad, num_rows), torch.split(grad_output, num_rows, dim=1), strict=True):
+        product = torch.mm(columns.t(), input, out_dtype=main_grad.dtype)
+        if accumulate:
+            rows.add_(product)
+        else:
+            rows.copy_(product)
+
+
 @functools.cache
 def multiplies_bfloat16() -> bool:
     """Return whether this CPU has bfloat16 instructions; without them torch takes ten times longer than for fp32."""
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private to torch 2.13; absent means no
     return any(getattr(torch.cpu, probe, bool)() for probe in probes)
-
-
-def _by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return list(groups.values())
