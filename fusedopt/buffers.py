@@ -27,7 +27,7 @@ from torch.utils.dlpack import from_dlpack
 from fusedopt.backends import Backend, resolve, torch_ops
 from fusedopt.buckets import Bucket, Sharding, Slot
 from fusedopt.layout import ParamSpec, Span, intersect, plan_buckets
-from fusedopt.main_grad import OUR_ATTRIBUTES
+from fusedopt.main_grad import OUR_ATTRIBUTES, serve_transformer_engine
 
 
 class Entry:
@@ -120,9 +120,10 @@ class Entry:
         param.grad_dtype = self.bucket.dtype
         # torch pickles a Parameter's attributes with it: without this, saving a module would write main_grad.
         vars(param)["__getstate__"] = functools.partial(_state_without_ours, weakref.ref(param))
+        serve_transformer_engine(param)
         if self.bucket.is_lending:
             param.main_grad = None  # type: ignore[attr-defined]
-            vars(param)["get_main_grad"] = functools.partial(_lend, slot, weakref.ref(param))
+            vars(param)["lend_main_grad"] = functools.partial(_lend, slot, weakref.ref(param))
             if grad is None:
                 return
         main_grad = slot.lend(param)

@@ -9,6 +9,7 @@ Knows nothing of buckets, layers or optimizers.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OUR_ATTRIBUTES = ("main_grad", "get_main_grad", "__getstate__")
+OUR_ATTRIBUTES = ("main_grad", "lend_main_grad", "get_main_grad", "__fsdp_param__", "__getstate__")
 """What wrapping may attach to a parameter."""
 
 _numbers = itertools.count()
@@ -52,7 +53,27 @@ def resolve(token: Tensor) -> Tensor:
 
 def has_main_grad(param: Tensor) -> bool:
     """Return whether ``param`` is wrapped: it has a main_grad, or `claim` can borrow one (``shard="gradients"``)."""
-    return getattr(param, "main_grad", None) is not None or hasattr(param, "get_main_grad")
+    return getattr(param, "main_grad", None) is not None or hasattr(param, "lend_main_grad")
+
+
+def serve_transformer_engine(param: Tensor) -> None:
+    """Let TransformerEngine's modules with ``fuse_wgrad_accumulation=True`` reach the main_grad of ``param``.
+
+    They call ``get_main_grad()`` in backward, once for each use, if the parameter has an attribute ``__fsdp_param__``
+    (which they read for nothing else), and add to what it returns. Without ``grad_added_to_main_grad``, which nothing
+    here sets, they return None to autograd, and no dummy gradient exists.
+    """
+    vars(param)["get_main_grad"] = functools.partial(_claimed, weakref.ref(param))
+    vars(param)["__fsdp_param__"] = True
+
+
+def _claimed(param: weakref.ref[Tensor]) -> Tensor | None:
+    alive = param()
+    if alive is None:
+        return None
+    if not claim(alive):
+        alive.main_grad.zero_()  # type: ignore[attr-defined]
+    return alive.main_grad  # type: ignore[attr-defined,no-any-return]
 
 
 def claim(param: Tensor) -> bool:
@@ -65,7 +86,7 @@ def claim(param: Tensor) -> bool:
     """
     main_grad, grad = param.main_grad, param.grad  # type: ignore[attr-defined]
     if main_grad is None:
-        main_grad = param.get_main_grad()  # type: ignore[attr-defined]
+        main_grad = param.lend_main_grad()  # type: ignore[attr-defined]
     if grad is main_grad:
         return True
     if grad is not None:

@@ -136,11 +136,11 @@ def _decide(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backen
 
 @functools.cache
 def _why_not(library: str, function: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    found = offer(library)
-    if function not in found.functions:
-        return found.missing.get(function, "not offered")
     if library in NEEDS_CUDA and device.type != "cuda":
         return "needs a CUDA device"
+    found = offer(library)  # imports it
+    if function not in found.functions:
+        return found.missing.get(function, "not offered")
     if function == "wgrad_accumulate_" and dtype not in LOW_PRECISION:
         return f"operands of {dtype} are torch's"
     return fault(function, found.functions[function], device, dtype if dtype in LOW_PRECISION else torch.bfloat16)
@@ -174,20 +174,20 @@ class Report:
 
     Args:
         versions: of fusedopt, Python, torch and the devices.
-        libraries: per library: its version or "absent", and what it does not offer and why.
+        libraries: per library: its version or "absent", what it offers; and per function that it does not, why.
         choices: per device, dtype and function: who runs it, and why not the others.
     """
 
     versions: tuple[str, ...]
-    libraries: tuple[tuple[str, str, str], ...]
+    libraries: tuple[tuple[str, str, str, str], ...]
     choices: tuple[tuple[str, str, str, str], ...]
 
     def __str__(self) -> str:
         return "\n\n".join(
             (
                 "\n".join(self.versions),
-                _table(("library", "found", "not offered, and why"), self.libraries),
-                _table(("device, dtype", "function", "chosen", "why not the others"), self.choices),
+                _table(("library", "found", "offers", "why not"), self.libraries),
+                _table(("device, dtype", "function", "who runs it", "why not the others"), self.choices),
             )
         )
 
@@ -217,17 +217,16 @@ def report(name: str = "auto") -> Report:
         if device.type == "cuda":
             label = torch_ops.cuda_road(device, dtype).value
             choices.append((f"{device}, {dtype}".replace("torch.", ""), "torch's own wgrad", label, ""))
-    libraries = [(library, offer(library).version or "absent", _missing(offer(library))) for library in ADAPTERS]
+    libraries = [row for library in ADAPTERS for row in _found(library)]
     return Report(tuple(versions), tuple(libraries), tuple(choices))
 
 
-def _missing(found: Offer) -> str:
-    by_reason: dict[str, list[str]] = {}
-    for function, why in found.missing.items():
-        by_reason.setdefault(why, []).append(function)
-    if len(by_reason) == 1 and len(found.missing) == len(FUNCTIONS):
-        return next(iter(by_reason))
-    return "; ".join(f"{', '.join(functions)}: {why}" for why, functions in by_reason.items())
+def _found(library: str) -> list[tuple[str, str, str, str]]:
+    found = offer(library)
+    rows = [(library, found.version or "absent", ", ".join(found.functions) or "nothing", "")]
+    if not found.functions:
+        return [(*rows[0][:3], "; ".join(dict.fromkeys(found.missing.values())))]
+    return rows + [("", "", f"not {function}", why) for function, why in found.missing.items()]
 
 
 def _table(header: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> str:

@@ -165,10 +165,10 @@ def cuda_road(device: torch.device, dtype: torch.dtype) -> Road:
     product altogether: both raise. Synchronises; not to be called for the first time while a CUDA graph is captured.
     """
     operand = torch.ones(16, 16, dtype=dtype, device=device)
-    addend = torch.full((16, 16), 2.0**-12, device=device)  # lost where anything rounds to dtype: 16 + 2**-12
+    addend = torch.full((16, 16), 1 + 2.0**-12, device=device)  # no number of ``dtype``, nor is the sum
     try:
         torch.addmm(addend, operand.t(), operand, out_dtype=addend.dtype, out=addend)
-        if bool((addend == 16 + 2.0**-12).all()):
+        if bool((addend == 17 + 2.0**-12).all()):
             return Road.EPILOGUE
     except (RuntimeError, TypeError):
         pass
