@@ -25,6 +25,13 @@ _BACKENDS = ("auto", "torch", "triton", "apex", "transformer_engine")
 _MAX_BUCKET_MIB = 4096  # 4096 MiB * 2**20 bytes / 4 bytes per fp32 element = 2**30 elements
 
 
+class Given(NamedTuple):
+    """A value on its way into a field, and where it came from."""
+
+    value: Any
+    origin: str
+
+
 def _about(help: str, valid: Sequence[Any] = ()) -> dict[str, Any]:
     return {"help": help, "valid": valid}
 
@@ -80,11 +87,11 @@ class MainGradConfig:
     broadcast_params: bool = field(default=True, metadata=_about("start from the first rank's parameters"))
 
     def __post_init__(self) -> None:
-        given = {
-            name: _Given(value, "default" if value is _fields()[name].default else "keyword")
+        values = {
+            name: Given(value, "default" if value is _fields()[name].default else "keyword")
             for name, value in vars(self).items()
         }
-        for name, value in _check(given).items():
+        for name, value in _check(values).items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -94,7 +101,7 @@ class MainGradConfig:
         Raises:
             ValueError: every unknown name and bad value, in one error.
         """
-        return cls(**_check(_given(keywords, "keyword"), _given(mapping, "mapping")))
+        return cls(**_check(given(keywords, "keyword"), given(mapping, "mapping")))
 
     @classmethod
     def from_file(
@@ -109,8 +116,7 @@ class MainGradConfig:
             ImportError: if the file is YAML and PyYAML is not installed.
             ValueError: if the file cannot be parsed or holds no mapping; every unknown name and bad value.
         """
-        in_file = _given(_read_file(Path(path)), f"file {os.fspath(path)}")
-        return cls(**_check(_given(keywords, "keyword"), in_file, _given_in_environment(environ)))
+        return cls(**_check(given(keywords, "keyword"), given_in_file(path), given_in_environment(environ)))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **keywords: Any) -> "MainGradConfig":
@@ -121,7 +127,7 @@ class MainGradConfig:
         Raises:
             ValueError: every unknown ``FUSEDOPT_`` name and bad value, in one error.
         """
-        return cls(**_check(_given(keywords, "keyword"), _given_in_environment(environ)))
+        return cls(**_check(given(keywords, "keyword"), given_in_environment(environ)))
 
     @classmethod
     def from_args(cls, namespace: object, **keywords: Any) -> "MainGradConfig":
@@ -134,30 +140,46 @@ class MainGradConfig:
         """
         found = {name: getattr(namespace, name, None) for name in _fields()}
         arguments = {name: value for name, value in found.items() if value is not None}
-        return cls(**_check(_given(keywords, "keyword"), _given(arguments, "argument")))
+        return cls(**_check(given(keywords, "keyword"), given(arguments, "argument")))
 
+    @classmethod
+    def from_given(cls, *sources: Mapping[str, Given], problems: Sequence[str] = ()) -> "MainGradConfig":
+        """Build from values with their origins, the first source of which wins; for integrations.
 
-class _Given(NamedTuple):
-    """A value on its way into a field, and where it came from."""
+        Args:
+            sources: by field name: see `given`, `given_in_file`, `given_in_environment`.
+            problems: what the caller found; reported together with what is found here.
 
-    value: Any
-    origin: str
+        Raises:
+            ValueError: every problem, in one error.
+        """
+        return cls(**_check(*sources, problems=problems))
 
 
 def _fields() -> dict[str, Field[Any]]:
     return {spec.name: spec for spec in fields(MainGradConfig)}
 
 
-def _given(mapping: Mapping[str, Any], origin: str) -> dict[str, _Given]:
-    return {name: _Given(value, origin) for name, value in mapping.items()}
+def given(mapping: Mapping[str, Any], origin: str) -> dict[str, Given]:
+    """Return the values of ``mapping`` with their origin."""
+    return {name: Given(value, origin) for name, value in mapping.items()}
 
 
-def _given_in_environment(environ: Mapping[str, str] | None) -> dict[str, _Given]:
+def given_in_file(path: str | os.PathLike[str]) -> dict[str, Given]:
+    """Return what a .json, .yaml or .yml file holds.
+
+    Raises:
+        FileNotFoundError, ImportError, ValueError: as `MainGradConfig.from_file`.
+    """
+    return given(_read_file(Path(path)), f"file {os.fspath(path)}")
+
+
+def given_in_environment(environ: Mapping[str, str] | None = None) -> dict[str, Given]:
     """Return the ``FUSEDOPT_`` variables by field name; an unknown one keeps its own name."""
     variables = os.environ if environ is None else environ
     names = {_ENV_PREFIX + name.upper(): name for name in _fields()}
     return {
-        names.get(variable, variable): _Given(value, f"environment variable {variable}")
+        names.get(variable, variable): Given(value, f"environment variable {variable}")
         for variable, value in variables.items()
         if variable.startswith(_ENV_PREFIX)
     }
@@ -193,7 +215,7 @@ def _parse_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _check(*sources: Mapping[str, _Given]) -> dict[str, Any]:
+def _check(*sources: Mapping[str, Given], problems: Sequence[str] = ()) -> dict[str, Any]:
     """Return a valid value for every field from ``sources``, the first of which wins.
 
     Everything is checked here. ``__post_init__`` comes here for every instance; the constructors
@@ -202,22 +224,22 @@ def _check(*sources: Mapping[str, _Given]) -> dict[str, Any]:
     Raises:
         ValueError: all problems: unknown names in any source, bad values, contradictions.
     """
-    problems: list[str] = []
-    given = {name: _Given(spec.default, "default") for name, spec in _fields().items()}
+    problems = list(problems)
+    found = {name: Given(spec.default, "default") for name, spec in _fields().items()}
     for source in reversed(sources):
         problems += [_unknown(name, item.origin) for name, item in source.items() if name not in _fields()]
-        given |= source
+        found |= source
     values: dict[str, Any] = {}  # without the bad ones, so that no contradiction is built on them
     for name, spec in _fields().items():
-        value, origin = given[name]
+        value, origin = found[name]
         try:
             values[name] = _coerce(spec, value)
         except (KeyError, TypeError, ValueError, OverflowError):
             needed, instead = _needed(spec), _nearest_valid(spec, value)
             problems.append(f"{name}={value!r} ({origin}): needed {needed}; use {instead!r}")
     for name, other, problem in _contradictions(values):
-        found, under = f"{name}={values[name]!r}", f"{other}={values[other]!r}"
-        problems.append(f"{found} ({given[name].origin}) with {under} ({given[other].origin}): {problem}")
+        setting, under = f"{name}={values[name]!r}", f"{other}={values[other]!r}"
+        problems.append(f"{setting} ({found[name].origin}) with {under} ({found[other].origin}): {problem}")
     if problems:
         raise ValueError("\n  - ".join(["MainGradConfig cannot be built:", *problems]))
     return values

@@ -100,11 +100,30 @@ TABLE = {
     "convert": Row(6, ("linear",), ("torch",)),
     "optimizer": Row(8, WIRED_BY_THE_OPTIMIZER, ("torch",)),
     "integrations": Row(9),
-    "integrations.transformers": Row(9, INTEGRATION_IMPORTS, ("torch",), lazily=("transformers",)),
-    "integrations.accelerate": Row(9, INTEGRATION_IMPORTS, ("torch",), lazily=("accelerate",)),
+    "integrations.arguments": Row(9, INTEGRATION_IMPORTS, ("torch",)),
+    "integrations.refusals": Row(9, (), ("torch",)),
+    "integrations.resume": Row(9, INTEGRATION_IMPORTS, ("torch",), lazily=("accelerate",)),
+    "integrations.trainer": Row(
+        10,
+        (*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals", "integrations.resume"),
+        ("torch",),
+        lazily=("transformers", "accelerate"),
+    ),
+    "integrations.transformers": Row(
+        11,
+        (*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals", "integrations.trainer"),
+        ("torch",),
+        lazily=("transformers",),
+    ),
+    "integrations.accelerate": Row(
+        11,
+        (*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals"),
+        ("torch",),
+        lazily=("accelerate",),
+    ),
     "__main__": Row(9, ("_version", "config", "planner", "backends"), ("torch",)),
 }
-TABLE[""] = Row(10, tuple(TABLE))  # fusedopt/__init__.py: the public names of all above
+TABLE[""] = Row(12, tuple(TABLE))  # fusedopt/__init__.py: the public names of all above
 
 OPTIONAL_LIBRARIES = {"transformers", "accelerate", "yaml", "safetensors", "triton", "apex", "transformer_engine"}
 MAY_IMPORT_DISTRIBUTED = ("comm", "dtensor", "pieces")
@@ -277,7 +296,7 @@ DOCSTRING = '"""Docstring."""\n'
         ("backends/__init__.py", "from .triton_ops import norm", "which the table does not allow"),
         ("backends/__init__.py", "from ..buffers import Buffers", "level 4, from level 3"),
         ("buffers.py", "def f() -> None:\n    from fusedopt.clip import Clip", "level 5, from level 4"),
-        ("buffers.py", "from fusedopt import FusedMainGradOptimizer", "level 10, from level 4"),
+        ("buffers.py", "from fusedopt import FusedMainGradOptimizer", "level 12, from level 4"),
         ("window.py", "from fusedopt.config import MainGradConfig", "which the table does not allow"),
         ("layout.py", "import torch", "at module level"),
         ("config.py", "import yaml", "at module level"),
