@@ -11,7 +11,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 SLOW_BF16 = ("DEFAULT", "NO AVX", "AVX2")
 """Values of ``torch.backends.cpu.get_cpu_capability()`` where torch multiplies bf16 matrices in a plain loop."""
@@ -36,6 +35,8 @@ TINY = Shape(256, 64, 160, 2, 2, batch_size=2, num_tokens=16)  # 0.13 M paramete
 
 def make_llama(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """Return a ``LlamaForCausalLM`` with the same random weights at every call."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # absent where gpu_check runs, which brings its own model
+
     sizes = asdict(shape)
     config = LlamaConfig(
         **{key: sizes[key] for key in sizes if key not in ("batch_size", "num_tokens")},

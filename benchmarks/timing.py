@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import fusedopt
 
@@ -88,6 +87,8 @@ def interleaved_ms(contestants: Sequence[Contestant], repeats: int, label: str) 
         repeats: rounds that count; `NUM_WARMUP_ROUNDS` more come first.
         label: for the progress bar.
     """
+    from tqdm import tqdm  # absent where gpu_check runs, which times by other clocks
+
     times = {contestant.name: Times([], [], []) for contestant in contestants}
     gc.collect()
     for number in tqdm(range(-NUM_WARMUP_ROUNDS, repeats), desc=label, unit="round"):
