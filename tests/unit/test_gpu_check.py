@@ -5,12 +5,15 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 import warnings
 
 import pytest
 
 from benchmarks import gpu_check
+from benchmarks.gpu import correctness
+from benchmarks.gpu.harness import Section
 from benchmarks.gpu.synchronisations import SYNC_WARNING, counting
 from benchmarks.timing import ROOT
 
@@ -115,6 +118,30 @@ def test_without_the_device_the_script_says_what_to_do(tmp_path):
     done = run_script("--tiny", PYTHON=str(fake))
     assert done.returncode == 2
     assert "--device cpu --tiny" in done.stderr
+
+
+def test_nothing_is_needed_that_the_lent_machine_may_lack():
+    lacking = "import sys; sys.modules.update(dict.fromkeys(('transformers', 'tqdm', 'pytest', 'yaml', 'triton')))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{lacking}; from benchmarks import gpu_check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_machine_without_pytest_is_told_so_and_goes_on(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    section = Section("correctness", path, "cpu", is_tiny=True, limit_s=60)
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    correctness.run(section)
+    (row,) = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert row["kind"] == "left_out"
+    assert "pytest is not installed" in row["why"]
+    assert not section.has_failed
 
 
 def run_part(action, tmp_path, **settings):
