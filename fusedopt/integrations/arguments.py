@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -188,6 +189,7 @@ class FusedOptArguments:
         """
         name_parameters(model, optimizer)
         wrapper = FusedMainGradOptimizer(optimizer, config, fused_linear=False, **keywords)
+        wrapper.register_load_state_dict_pre_hook(_without_stale_main_params)
         try:
             self.prepare_layers(model, fused_linear=config.fused_linear)
         except BaseException:
@@ -207,6 +209,26 @@ def name_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     if all(id(param) in names for group in optimizer.param_groups for param in group["params"]):
         for group in optimizer.param_groups:
             group["param_names"] = [names[id(param)] for param in group["params"]]
+
+
+def _without_stale_main_params(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what a bare torch optimizer made of main_params: it resumed from a wrapper's state dict, and saved.
+
+    It cast them to the parameter's dtype, and did not update them.
+    """
+    if "fusedopt" in state_dict or "state" not in state_dict:
+        return state_dict
+
+    def is_stale(name: str, value: Any) -> bool:
+        return name == "main_param" and getattr(value, "dtype", None) in (torch.bfloat16, torch.float16)
+
+    state = {
+        key: {name: value for name, value in item.items() if not is_stale(name, value)}
+        if isinstance(item, Mapping)
+        else item
+        for key, item in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
 
 
 def _mismatches(setting: Owned, sources: Sequence[Mapping[str, Given]]) -> Iterator[str]:

@@ -208,11 +208,18 @@ class FusedOptMixin(_Trainer):  # type: ignore[misc]
 
 
 def _sharded_scaler(accelerator: Any) -> Any:
-    """Return the scaler that decides on all ranks together, where each has a part of the gradients."""
+    """Return the accelerator's scaler as one that decides on all ranks together: each has a part of the gradients."""
     from accelerate.utils import DistributedType, get_grad_scaler  # type: ignore[import-untyped]
 
-    handler = accelerator.scaler_handler
-    return get_grad_scaler(DistributedType.FSDP, **({} if handler is None else handler.to_kwargs()))
+    scaler = accelerator.scaler
+    return get_grad_scaler(
+        DistributedType.FSDP,
+        device=accelerator.device.type,
+        init_scale=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+    )
 
 
 def _clearing_callback(trainer: FusedOptMixin) -> Any:
