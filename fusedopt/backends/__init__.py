@@ -78,7 +78,8 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
         dtype: of the model parameters.
 
     Raises:
-        RuntimeError: if ``name`` asks for a library that is not there, or offers nothing here: why, and how to get it.
+        RuntimeError: if ``name`` asks for a library that is not there, or offers nothing on ``device``: why, and how
+            to get it. Where it offers nothing for ``dtype`` alone, the functions are torch's.
     """
     backend, _ = _decide(name, device, dtype)
     return backend
@@ -124,20 +125,29 @@ def _decide(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backen
         else:
             reasons[function] = "torch", "; ".join(passed_over)
     if not chosen and name not in ("auto", "torch"):
-        whys = list(dict.fromkeys(why for _, why in reasons.values()))
-        raise RuntimeError(
-            f'backend="{name}" was asked for, and it has nothing to offer for {dtype} parameters on {device} '
-            f'({"; ".join(whys)}). To get it: {HINTS[name]}. Or use backend="torch", or "auto" to take what is there'
-        )
+        _refuse_absent(name, device)
     if device.type == "cuda" and dtype in LOW_PRECISION:
         torch_ops.cuda_road(device, dtype)  # finds out now: it could not while a CUDA graph is captured
     return Backend(**chosen), reasons
+
+
+def _refuse_absent(library: str, device: torch.device) -> None:
+    """Raise unless ``library`` offers something on ``device``, be it for other dtypes only."""
+    whys = [_why_not(library, function, device, LOW_PRECISION[0]) for function in FUNCTIONS]
+    if all(whys):
+        raise RuntimeError(
+            f'backend="{library}" was asked for, and it has nothing to offer on {device} '
+            f"({'; '.join(dict.fromkeys(filter(None, whys)))}). To get it: {HINTS[library]}. "
+            'Or use backend="torch", or "auto" to take what is there'
+        )
 
 
 @functools.cache
 def _why_not(library: str, function: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if library in NEEDS_CUDA and device.type != "cuda":
         return "needs a CUDA device"
+    if dtype not in (*LOW_PRECISION, torch.float32):
+        return f"{dtype} is torch's"
     found = offer(library)  # imports it
     if function not in found.functions:
         return found.missing.get(function, "not offered")

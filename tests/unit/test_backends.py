@@ -88,11 +88,12 @@ def test_a_library_asked_for_by_name_and_absent_raises_with_the_hint_and_changes
 
 
 def test_an_added_group_asks_the_same_backend_before_anything_changes(installed, monkeypatch):
-    recorder = Recorder()
-    installed("apex", {"wgrad_accumulate_": recorder})
-    model, added = nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4)
+    installed("apex", {"wgrad_accumulate_": Recorder()})
+    model, added = nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).half()
     optimizer = FusedMainGradOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), backend="apex")
-    with pytest.raises(RuntimeError, match=r"nothing to offer for torch.float32 parameters on cpu"):
+    monkeypatch.setattr(backends, "NEEDS_CUDA", ("apex",))  # as if the new parameters were on another device
+    backends._why_not.cache_clear()
+    with pytest.raises(RuntimeError, match=r'backend="apex" was asked for, and it has nothing to offer on cpu'):
         optimizer.add_param_group({"params": list(added.parameters())})
     assert len(optimizer.param_groups) == 1
     assert not hasattr(added.weight, "main_grad")
@@ -247,6 +248,18 @@ def test_operands_that_no_library_multiplies_right_go_to_torch(installed):
         )
         assert bool((main_grad == 2).all())
     assert recorder.calls == []
+
+
+def test_dtypes_that_a_library_is_not_asked_for_are_torchs_without_an_error(installed):
+    """A bf16 model with fp32 norms, and only apex's weight-gradient extension built: no reason to refuse it."""
+    recorder = Recorder()
+    installed("apex", {"wgrad_accumulate_": recorder, "norm": Recorder()})
+    assert resolve("apex", CPU, BF16) != Backend()
+    for dtype in (torch.float32, torch.float64):
+        assert resolve("apex", CPU, dtype) == Backend()
+        assert resolve("auto", CPU, dtype) == Backend()
+    _, reasons = backends._decide("apex", CPU, torch.float64)
+    assert reasons["norm"] == ("torch", "apex: torch.float64 is torch's")
 
 
 def test_mixed_buckets_still_have_one_norm_and_one_scale(installed):

@@ -90,7 +90,7 @@ def install(monkeypatch, double):
     for cache in (backends.offer, backends._decide, backends._why_not, backends._adapted):
         cache.cache_clear()
     monkeypatch.setitem(sys.modules, "fusedopt.backends.triton_ops", double)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         backends.resolve("triton", torch.device("cpu"), dtype)
     double.calls.clear()  # of the self-check
     return double
