@@ -2,7 +2,9 @@
 
 import importlib.util
 import math
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -623,3 +625,48 @@ def test_scale_cast_compiles(compiled_ops, monkeypatch, tmp_path, dtype, numel):
     asm = compile_for_gpu(compiled_ops._scale_cast_kernel, pointers, monkeypatch, tmp_path, numel=numel)
     assert_ieee_and_64_bit(asm)
     assert len(re.findall(r"ld\.global\.v4\.b32", asm["ptx"])) == BLOCK // 128 // 4
+
+
+TRAINING = """
+import torch, fusedopt
+from fusedopt.backends import torch_ops
+
+def train(backend):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(33, 40), torch.nn.LayerNorm(40)).bfloat16()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = fusedopt.FusedMainGradOptimizer(inner, backend=backend, max_grad_norm=0.5)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+(model, optimizer), (twin, other) = train("triton"), train("torch")
+table = optimizer._buffers.buckets[0].backend
+assert table.scale_cast_ is not torch_ops.scale_cast_ and table.fused_step_ is not None
+for param, reference in zip(model.parameters(), twin.parameters()):
+    ours, theirs = optimizer.state[param], other.state[reference]
+    assert ours["step"] == theirs["step"] == 2
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert ours[key].isfinite().all() and torch.equal(ours[key], theirs[key]), key
+    entry = next(e for e in optimizer._buffers.entries if e.param is param)
+    assert torch.equal(param, entry.main_param.bfloat16())
+    reference_main = next(e for e in other._buffers.entries if e.param is reference).main_param
+    # Two steps; in each the update, at most 2 * lr = 0.02, is off by at most 8 roundings (root, two divisions, sum,
+    # product, and torch's root by one more each way), and the sum with the weight by one on either side.
+    difference = (entry.main_param - reference_main).abs()
+    assert (difference <= 2 * 2**-24 * (8 * 0.02 + 2 * reference_main.abs())).all(), difference.max()
+print("trained")
+"""
+
+
+def test_a_wrapper_with_backend_triton_trains_as_with_torch():
+    """The whole road, under the interpreter: self-check, clipping on the device, the fused step, the write-back."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "trained", done.stderr
