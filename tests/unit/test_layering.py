@@ -57,8 +57,9 @@ TABLE = {
     "backends.offers": Row(0, (), ("torch",)),
     "backends.torch_ops": Row(1, ("layout",), ("torch",)),
     "backends.triton_ops": Row(1, ("layout", "backends.offers"), ("torch", "triton")),
-    "backends.apex_ops": Row(1, ("layout", "backends.offers"), ("torch",)),  # the libraries by `offers.load`
-    "backends.te_ops": Row(1, ("layout", "backends.offers"), ("torch",)),
+    "backends.lists": Row(0, (), ("torch",)),
+    "backends.apex_ops": Row(1, ("backends.lists", "backends.offers"), ("torch",)),  # the libraries by `offers.load`
+    "backends.te_ops": Row(1, ("backends.lists", "backends.offers"), ("torch",)),
     "backends.selfcheck": Row(2, ("backends.offers", "backends.torch_ops"), ("torch",)),
     "backends": Row(
         3, ("_version", "backends.offers", "backends.torch_ops", "backends.selfcheck"), ("torch",), lazily=ADAPTERS
