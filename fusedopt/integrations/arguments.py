@@ -237,19 +237,25 @@ def _mismatches(setting: Owned, sources: Sequence[Mapping[str, Given]]) -> Itera
         item = source.get(setting.name)
         if item is None or str(item.value).strip().lower() == "auto":
             continue
-        if _as_number(item.value) != _as_number(setting.value):
+        spelt = _as_switch if isinstance(setting.value, bool) else _as_number
+        if spelt(item.value) != spelt(setting.value):
             yield (
                 f"{setting.name}={item.value!r} ({item.origin}): {setting.owner} has {setting.value!r}; write 'auto', "
                 f"or the same in both"
             )
 
 
+def _as_switch(value: Any) -> bool:
+    return str(value).strip().lower() in ("1", "true", "yes", "on")
+
+
 def _as_number(value: Any) -> float | str:
-    """Return ``value`` as a number by which two spellings of one setting are equal; 0 stands for off."""
-    if value is None or str(value).strip().lower() in ("", "none", "null"):
+    """Return what two spellings of one number have in common; 0 stands for off."""
+    text = str(value).strip().lower()
+    if text in ("", "none", "null"):
         return 0.0
     try:
-        number = float(str(value))
+        number = float(text)
     except ValueError:
-        return str(value)
+        return text
     return 0.0 if number == float("inf") else number
