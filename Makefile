@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test bench lint
+.PHONY: demo test bench docs lint
 
 $(VENV)/.installed: requirements-dev.txt setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +20,10 @@ test: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.run
+
+# The matrix in docs/backends.md, from the adapters and the rows.
+docs: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.backends_page
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

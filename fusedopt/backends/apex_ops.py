@@ -27,6 +27,9 @@ from fusedopt.backends.offers import FUNCTIONS, Absent, Adam, Offer, Sgd, Spans,
 CHUNK_NUMEL = 65536
 """Elements per thread block; apex.multi_tensor_apply's own choice."""
 
+OFFERS = ("wgrad_accumulate_", "norm", "scale_cast_", "fused_step_")
+"""Functions of the table that an installation with everything in it brings."""
+
 WGRAD_DTYPES = lists.WGRAD_DTYPES
 TAKES_FOUND_INF = False
 """Plain multi_tensor_adam does not look at its flag, so whether to step is decided on the host."""

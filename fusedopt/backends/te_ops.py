@@ -24,6 +24,9 @@ from fusedopt.backends.offers import FUNCTIONS, Absent, Adam, Offer, Sgd, Spans,
 PACKAGE = "transformer_engine.pytorch"
 GEMM_KEYWORDS = ("layout", "grad", "out", "out_dtype", "accumulate")
 
+OFFERS = ("wgrad_accumulate_", "norm", "scale_cast_", "fused_step_")
+"""Functions of the table that an installation with everything in it brings."""
+
 WGRAD_DTYPES = lists.WGRAD_DTYPES
 """fp32 operands TE would multiply in TF32."""
 

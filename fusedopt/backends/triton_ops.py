@@ -62,6 +62,9 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 KINDS = ("main", "grad", "exp_avg", "exp_avg_sq", "model")
 """What the step touches per parameter, in the order in which `_check_spans` returns it."""
 
+OFFERS = ("scale_cast_", "fused_step_")
+"""Functions of the table that an installation with everything in it brings."""
+
 MISSING = {
     "wgrad_accumulate_": "no Triton kernel; torch's is used",
     "norm": "no Triton kernel; torch's is used, which reads each element once as well",

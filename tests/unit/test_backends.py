@@ -1,5 +1,6 @@
 """Who does the work: probing, self-checks, the choice, the report, and the CUDA roads as far as a CPU goes."""
 
+import json
 import subprocess
 import sys
 
@@ -8,10 +9,13 @@ import torch
 from torch import nn
 
 import fusedopt
+from benchmarks import backends_page
 from fusedopt import FusedLinear, FusedMainGradOptimizer, backends
-from fusedopt.backends import Backend, offers, resolve, selfcheck, torch_ops
+from fusedopt.backends import Backend, apex_ops, offers, resolve, selfcheck, te_ops, torch_ops
 from fusedopt.backends.offers import FUNCTIONS, Offer
 from fusedopt.backends.torch_ops import Road
+from tests.doubles.apex_double import apex_installed
+from tests.doubles.te_double import te_installed
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -319,6 +323,44 @@ def test_info_prints_the_report_and_a_wrong_backend_fails_with_its_reason():
         assert done.returncode == 1
         assert expected in done.stderr
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("adapter", "installed_double"), [(apex_ops, apex_installed), (te_ops, te_installed)])
+def test_adapters_bring_what_the_page_says_of_them(adapter, installed_double):
+    with installed_double():
+        assert set(adapter.offer().functions) == set(adapter.OFFERS)
+
+
+def test_the_page_is_as_make_docs_writes_it():
+    assert backends_page.main(["--check"]) == 0
+
+
+def test_the_page_takes_the_last_figures_of_a_gpu_and_no_rehearsals(tmp_path):
+    row = {"kind": "claim", "device": "H", "torch": "2.13.0", "rehearsal": False}
+    rows = [
+        {**row, "what": "wgrad accumulate_apex, speed over mm, a layer", "reached": 0.5, "date": "2026-01-01"},
+        {**row, "what": "wgrad accumulate_apex, speed over mm, a layer", "reached": 0.97, "date": "2026-02-01"},
+        {
+            **row,
+            "what": "wgrad accumulate_torch, speed over mm, a layer",
+            "reached": 0.9,
+            "date": "2026-02-01",
+            "rehearsal": True,
+        },
+        {
+            **row,
+            "what": "optimizer phase, triton_in_fused, clipping, of copy bandwidth",
+            "reached": 0.8,
+            "date": "2026-02-01",
+        },
+    ]
+    (tmp_path / "gpu_check_wgrad_H_2026-02-01.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = backends_page.matrix(backends_page.measured_rows(tmp_path))
+    assert "speed over mm, a layer 0.97 (H, torch 2.13.0, 2026-02-01)" in text
+    assert "in_fused, clipping, of copy bandwidth 0.80" in text
+    assert "0.5" not in text
+    assert "0.90" not in text
+    assert text.count(backends_page.NOT_YET) == 13
 
 
 # -- torch's own functions

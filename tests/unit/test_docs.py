@@ -56,6 +56,7 @@ def test_the_readme_shows_the_diff_on_its_first_screen():
         ("docs/custom-layers.md", 3, ""),
         ("docs/checkpoint.md", 5, ""),
         ("docs/zero.md", 1, ""),
+        ("docs/backends.md", 1, "who runs it"),
         ("docs/recompute.md", 1, "22 linear layer(s) converted, 0 skipped\n['model.layers.0', 'model.layers.1']"),
     ],
 )
