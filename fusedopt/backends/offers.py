@@ -69,7 +69,7 @@ class Spans:
     """What a fused step reads and writes: lists of equal length, one item per parameter, on one device.
 
     Args:
-        grads: 1-D, contiguous, float32. Read, and not written.
+        grads: 1-D, contiguous, float32. Read; divided in place by ``grad_scale``, where that is given.
         mains: main_params, as ``grads``. Written.
         states: one list per kind of state, as ``mains``: exp_avg and exp_avg_sq for `Adam`, the momentum buffer
             for `Sgd`, none where its momentum is 0. Written.

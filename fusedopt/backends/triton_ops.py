@@ -9,6 +9,7 @@ Bytes per parameter, each operand read or written once:
 
     fused_step_ of a bf16 or fp16 model   30 = 4 x 4 read (grad, main, exp_avg, exp_avg_sq) + 3 x 4 + 2 written
     fused_step_ of an fp32 model          28 = the same without the model parameter
+    with a grad_scale that is not 1       +4 for the gradient, written back divided
     scale_cast_ to bf16 or fp16            6 = 4 read + 2 written
     scale_cast_ to fp32                    8 = 4 read + 4 written
 
@@ -128,8 +129,8 @@ def fused_step_(
 
     Args:
         rule: one of `STEPS`.
-        spans: see `Spans`; gradients are not written, nor divided where they lie.
-        grad_scale: 0-d, as ``factor`` of `scale_cast_`. Gradients are divided by it.
+        spans: see `Spans`.
+        grad_scale: 0-d, as ``factor`` of `scale_cast_`. Gradients are divided by it, in place.
         found_inf: likewise. Where it is not zero, nothing is written.
 
     Raises:
@@ -153,7 +154,7 @@ def fused_step_(
         if main.numel():
             tensors = (grad, exp_avg, exp_avg_sq, model[0] if model else None, correction, scale, flag)
             _launch(_adam_kernel, main, *tensors, *map(float, scalars), IS_COUPLED=is_coupled)
-    for written in (spans.mains, *spans.states, spans.models or ()):
+    for written in (spans.mains, *spans.states, spans.models or (), () if grad_scale is None else spans.grads):
         _written(written)
 
 
@@ -303,7 +304,10 @@ def _adam_kernel(
     m = tl.load(exp_avg + offsets, mask=mask)
     v = tl.load(exp_avg_sq + offsets, mask=mask)
     if grad_scale is not None:
-        g = tl.div_rn(g, tl.load(grad_scale))
+        scale = tl.load(grad_scale)
+        g = tl.div_rn(g, scale)
+        if scale != 1:  # after a step that clipped, `.grad` is the clipped gradient
+            tl.store(grad + offsets, g, mask=mask)
     if IS_COUPLED:
         g = tl.fma(p, weight_decay, g)
     p = p * kept

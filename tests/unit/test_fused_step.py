@@ -38,7 +38,7 @@ class Double:
         if found_inf is not None and bool(found_inf):
             return
         for index, (grad, main) in enumerate(zip(spans.grads, spans.mains, strict=True)):
-            grad = grad if grad_scale is None else grad / grad_scale
+            grad = grad if grad_scale is None else grad.div_(grad_scale)
             state = [tensors[index] for tensors in spans.states]
             adam(rule, grad, main, state, spans.steps[index]) if isinstance(rule, Adam) else sgd(
                 rule, grad, main, state
@@ -208,6 +208,20 @@ def test_skips_are_left_to_the_kernel_where_it_takes_found_inf(double, max_grad_
     assert_same(everything(model, optimizer), before)
     with pytest.warns(RuntimeWarning, match="skipped"):
         assert optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused"])
+def test_after_a_step_that_clipped_grad_is_the_clipped_gradient(double, name):
+    norms = []
+    for backend in ("triton", "torch"):
+        model = make_model()
+        optimizer = train(model, MAKERS[name], backend=backend, max_grad_norm=0.5)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param, dtype=torch.float32)
+        optimizer.step()
+        norms.append(torch.stack([param.grad.norm() for param in model.parameters()]).norm())
+        assert float(norms[-1]) == pytest.approx(0.5, rel=1e-4)
+    assert torch.equal(*norms)
 
 
 def test_a_kernel_that_takes_no_found_inf_leaves_fused_optimizers_to_torch(monkeypatch):

@@ -390,12 +390,21 @@ def test_model_parameters_are_the_rounded_main_params(ops, dtype):
 
 
 @pytest.mark.parametrize("rule", [ADAMW, ADAM], ids=["AdamW", "Adam"])
-def test_gradients_are_not_written(ops, rule):
+@pytest.mark.parametrize("grad_scale", [None, 1.0, 3.0])
+def test_gradients_are_divided_in_place_where_there_is_a_scale_and_else_not_written(ops, rule, grad_scale):
     problem = Problem()
     before = [grad.clone() for grad in problem.grads]
-    ops.fused_step_(rule, problem.spans(), grad_scale=torch.tensor(3.0), found_inf=torch.tensor(0.0))
+    scale = None if grad_scale is None else torch.tensor(grad_scale)
+    ops.fused_step_(rule, problem.spans(), grad_scale=scale, found_inf=torch.tensor(0.0))
     for grad, old in zip(problem.grads, before, strict=True):
-        assert_same_bits(grad, old)
+        assert_same_bits(grad, old if scale is None else old / scale)
+
+
+def test_found_inf_leaves_gradients_undivided(ops):
+    problem = Problem()
+    before = [grad.clone() for grad in problem.grads]
+    ops.fused_step_(ADAMW, problem.spans(), grad_scale=torch.tensor(3.0), found_inf=torch.tensor(1.0))
+    assert all(map(torch.equal, problem.grads, before))
 
 
 def test_step_writes_nothing_beside_its_spans(ops):
@@ -614,8 +623,9 @@ def test_step_compiles_to_the_operations_it_promises(compiled_ops, monkeypatch, 
     counts = {op: len(re.findall(rf"\b{op}\.rn\.f32\b", asm["ptx"])) for op in ("fma", "div", "sqrt")}
     assert counts == {"fma": 3 * per_thread, "div": 3 * per_thread, "sqrt": per_thread}
     vectors = per_thread // 4
-    assert len(re.findall(r"ld\.global\.v4\.b32", asm["ptx"])) == 4 * vectors  # 16 bytes each: 4 reads, 3 writes
-    assert len(re.findall(r"st\.global\.v4\.b32", asm["ptx"])) == 3 * vectors + (dtype is not None)
+    assert len(re.findall(r"ld\.global\.v4\.b32", asm["ptx"])) == 4 * vectors  # 16 bytes each: 4 reads
+    # 3 writes, a fourth where a scale is not 1, and the parameter
+    assert len(re.findall(r"st\.global\.v4\.b32", asm["ptx"])) == 4 * vectors + (dtype is not None)
 
 
 @pytest.mark.parametrize("numel", ["i32", "i64"])
