@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from fusedopt.buckets import Slot
 from fusedopt.buffers import Buffers, Entry
 from fusedopt.checks import MAIN_DTYPES, refuse_ddp
-from fusedopt.main_grad import claim
+from fusedopt.main_grad import claim, follow_writer
 
 Listener = Callable[[Slot], None]
 
@@ -77,6 +77,8 @@ def fold(door: Door, slot: Slot, param: Tensor) -> None:
     if grad is None:  # a Function returned None
         return
     main_grad = slot.main_grad
+    if main_grad is not None:
+        follow_writer(main_grad, will_write=False)
     if grad is main_grad:  # autograd added in place
         if grad.data_ptr() != slot.address or getattr(param, "main_grad", None) is not main_grad:
             slot.check(param)
@@ -85,6 +87,7 @@ def fold(door: Door, slot: Slot, param: Tensor) -> None:
     slot.check(param)
     _refuse(slot, param, grad)
     claim(param)
+    follow_writer(param.main_grad, will_write=False)  # type: ignore[attr-defined]
 
 
 def _refuse(slot: Slot, param: Tensor, grad: Tensor) -> None:

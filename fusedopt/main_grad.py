@@ -29,13 +29,14 @@ def register(param: Tensor, main_grad: Tensor, backend: Any = None) -> None:
 
     It carries ``num_first_touches``, how often it was claimed, and ``token``, a 0-d int64 CPU tensor by
     which compiled code, where `resolve` runs, names the parameter: such code sees clones of main_grad; and
-    ``backend``, the `Backend` that adds to it, None where that is left to "auto".
+    ``backend``, the `Backend` that adds to it, None where that is left to "auto"; and ``writer``, see `follow_writer`.
     """
     number = next(_numbers)
     _params[number] = param
     main_grad.num_first_touches = 0  # type: ignore[attr-defined]
     main_grad.token = torch.tensor(number)  # type: ignore[attr-defined]
     main_grad.backend = backend  # type: ignore[attr-defined]
+    main_grad.writer = None  # type: ignore[attr-defined]
     param.main_grad = main_grad  # type: ignore[attr-defined]
 
 
@@ -54,6 +55,27 @@ def resolve(token: Tensor) -> Tensor:
 def has_main_grad(param: Tensor) -> bool:
     """Return whether ``param`` is wrapped: it has a main_grad, or `claim` can borrow one (``shard="gradients"``)."""
     return getattr(param, "main_grad", None) is not None or hasattr(param, "lend_main_grad")
+
+
+def follow_writer(main_grad: Any, *, will_write: bool) -> None:
+    """Let the current stream wait for the one that last added to ``main_grad`` in this backward.
+
+    A fused layer adds on the stream of its forward and returns None, so autograd orders nothing after it: neither
+    another use of the weight on another stream nor whoever reads main_grad after backward.
+
+    Args:
+        main_grad: of a parameter; carries ``writer``, the stream, from the first addition of a backward to its arrival.
+        will_write: whether the current stream is about to add; else this is the arrival.
+    """
+    stream, writer = current_stream(main_grad), getattr(main_grad, "writer", None)
+    if writer is not None and writer != stream:
+        stream.wait_stream(writer)
+    main_grad.writer = stream if will_write else None
+
+
+def current_stream(tensor: Tensor) -> Any:
+    """Return the stream that work on ``tensor`` is queued on now; None on a CPU, which has none."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 def serve_transformer_engine(param: Tensor) -> None:
@@ -87,6 +109,7 @@ def claim(param: Tensor) -> bool:
     main_grad, grad = param.main_grad, param.grad  # type: ignore[attr-defined]
     if main_grad is None:
         main_grad = param.lend_main_grad()  # type: ignore[attr-defined]
+    follow_writer(main_grad, will_write=True)
     if grad is main_grad:
         return True
     if grad is not None:

@@ -125,9 +125,11 @@ def test_one_inf_moves_no_bit_and_the_next_step_goes_on(device, name, settings, 
 
 
 @pytest.mark.parametrize("name", INNER)
-def test_clipping_scales_by_the_norm_of_all_gradients(device, name):
+def test_clipping_scales_by_the_norm_of_all_gradients(device, name, backend_name):
     model = mlp(device)
-    optimizer = fusedopt.FusedMainGradOptimizer(INNER[name](model.parameters()), max_grad_norm=0.5, backend="torch")
+    optimizer = fusedopt.FusedMainGradOptimizer(
+        INNER[name](model.parameters()), max_grad_norm=0.5, backend=backend_name
+    )
     for number in range(3):
         set_gradients(model.parameters(), number)
         exact = torch.cat([param.grad.flatten() for param in model.parameters()]).double()
