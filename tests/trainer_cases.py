@@ -139,6 +139,7 @@ class ReferenceLoop:
         compiled: the model as torch.compile made it, loss included: compiled, its gradients have other last bits.
         make: the inner optimizer, from groups.
         scale: of the loss, by a GradScaler.
+        every_backward: whether ranks are summed in every backward (shard="gradients"), or once a window.
     """
 
     def __init__(
@@ -152,8 +153,9 @@ class ReferenceLoop:
         compiled=None,
         make=None,
         scale=1.0,
+        every_backward=False,
     ):
-        self.compiled, self.scale = compiled, scale
+        self.compiled, self.scale, self.every_backward = compiled, scale, every_backward
         self.model, self.total_steps, self.world_size, self.ga = model, total_steps, world_size, ga
         self.max_norm, self.step_count = max_norm, 0
         self.tied = ("lm_head.weight", "model.embed_tokens.weight") if tied else None
@@ -183,16 +185,19 @@ class ReferenceLoop:
     def run_window(self, window, logged_norm):
         """Take one step; clip by the norm that was logged, once it is known to be the right one."""
         num_items = sum(int((b["labels"][:, 1:] != -100).sum()) for batches in window for b in batches)
-        sums, loss_sum = [], 0.0
+        grads, loss_sum = [], 0.0  # by rank and micro-batch
         for batches in window:
+            grads.append([])
             for batch in batches:
                 loss = self._loss(batch, torch.tensor(num_items)) * self.world_size
                 loss_sum += loss.item() / self.world_size
                 self._backward(loss * self.scale)
-            sums.append(dict(self.reference.sums))
-            self.reference.sums.clear()
+                grads[-1].append(dict(self.reference.sums))
+                self.reference.sums.clear()
         self.losses.append(loss_sum)
-        mean = {p: torch.stack([s[p] for s in sums]).sum(0) / self.world_size / self.scale for p in sums[0]}
+        rows = zip(*grads, strict=True) if self.every_backward else grads
+        total = _added([_added(row) for row in rows])
+        mean = {p: grad / self.world_size / self.scale for p, grad in total.items()}
         self._clip(mean, logged_norm)
         self.reference.sums.update(mean)
         for group in self.reference.optimizer.param_groups:
@@ -239,6 +244,13 @@ class ReferenceLoop:
         params = {name: p.detach() for p, name in names.items() if p in reference.mains}
         mains = {names[p]: main.detach() for p, main in reference.mains.items()}
         return Outcome(params, mains, states, self.norms, self.losses)
+
+
+def _added(grads):
+    total = dict(grads[0])
+    for more in grads[1:]:
+        total = {p: grad + more[p] for p, grad in total.items()}
+    return total
 
 
 def run_reference(model, data, norms, total_steps=None, epochs=1, tied=False, **settings):

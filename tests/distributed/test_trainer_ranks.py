@@ -59,7 +59,7 @@ def test_every_shard_and_checkpointing_is_the_plain_loop_tied_or_not(tmp_path):
     for (tied, shard, recompute), found, other in zip(MATRIX, first, second, strict=True):
         assert len(found.norms) == NUM_WINDOWS, (tied, shard, recompute)
         assert max(found.norms) > cases.MAX_NORM > min(found.norms)  # it clipped, and it let pass
-        needed = reference_of(tied, found.norms)
+        needed = reference_of(tied, found.norms, every_backward=shard == "gradients")
         cases.assert_same(found, needed)
         assert found.losses == pytest.approx(needed.losses, rel=1e-5)
         assert found.norms == other.norms
@@ -174,3 +174,114 @@ def test_checkpoints_of_every_strategy_resume_bit_for_bit_also_on_another_number
         with pytest.raises(FileNotFoundError, match="Resume on as many ranks"):
             train_in(tmp_path / "again", "none", resume=tmp_path / f"{shard}-parts" / "checkpoint-1", **changed)
         cases.forget_accelerators()
+
+
+SCALE = 2.0**10
+
+
+def scaler_trainer():
+    from fusedopt.integrations.transformers import FusedOptTrainer
+
+    class WithScaler(FusedOptTrainer):
+        """accelerate has no GradScaler on a CPU."""
+
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+
+    return WithScaler
+
+
+def train_others(rank, folder):
+    """Return, by name, runs that are not in the matrix."""
+    cases.as_rank(rank, 2)
+    outcomes = {}
+    for shard in SHARDS:
+        at(f"scaler {shard}")
+        model = cases.make_model(dtype=torch.float16)
+        trainer = make_trainer(model, folder, {"main_grad_shard": shard}, cls=scaler_trainer())
+        trainer.train()
+        is_sharded = type(trainer.accelerator.scaler).__name__ == "ShardedGradScaler"
+        assert is_sharded == (shard != "none")
+        outcomes["scaler", shard] = cases.outcome_of(trainer)
+
+        at(f"schedule-free {shard}")
+        changed = {"optim": "schedule_free_adamw", "eval_strategy": "steps", "eval_steps": 1}
+        trainer = make_trainer(cases.make_model(), folder, {"main_grad_shard": shard}, **changed)
+        trainer.train()
+        outcomes["schedule-free", shard] = cases.outcome_of(trainer)
+        outcomes["schedule-free loss", shard] = [
+            log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log
+        ]
+
+        at(f"sync_each_batch {shard}")
+        changed = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+        trainer = make_trainer(cases.make_model(), folder, {"main_grad_shard": shard}, max_grad_norm=0.0, **changed)
+        trainer.train()
+        outcomes["sync_each_batch", shard] = cases.outcome_of(trainer)
+
+    at("frozen weights and buffers")
+    model = cases.make_model(seed=rank)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    model.register_buffer("mine", torch.tensor([float(rank)]))
+    trainer = make_trainer(model, folder, {"main_grad_shard": "gradients"})
+    trainer.train()
+    outcomes["frozen"] = (model.model.embed_tokens.weight.detach(), model.mine)
+    return outcomes
+
+
+def test_scalers_schedule_free_and_frozen_weights_on_two_ranks(tmp_path):
+    first, second = run(train_others, 2, tmp_path, timeout=180.0)
+    for shard in SHARDS:
+        found = first["scaler", shard]
+        settings = {"world_size": 2, "scale": SCALE, "every_backward": shard == "gradients"}
+        model = cases.make_model(dtype=torch.float16)
+        cases.assert_same(found, cases.run_reference(model, cases.make_data(NUM_EXAMPLES), found.norms, **settings))
+
+        found = first["schedule-free", shard]
+        assert len(first["schedule-free loss", shard]) == NUM_WINDOWS
+        assert first["schedule-free loss", shard] == first["schedule-free loss", "none"]
+        cases.assert_same(found, first["schedule-free", "none"])
+        assert found.norms == first["schedule-free", "none"].norms
+
+        found = first["sync_each_batch", shard]
+        assert found.norms == pytest.approx(reference_of(False, found.norms, max_norm=None).norms, rel=1e-5)
+
+    embedding, buffer = second["frozen"]
+    assert torch.equal(embedding, cases.make_model(seed=0).model.embed_tokens.weight)
+    assert torch.equal(buffer, torch.zeros(1))
+
+
+def refuse_alike(rank, folder):
+    """Return the messages of what only two ranks can get wrong."""
+    from transformers import Trainer
+
+    from fusedopt.integrations.transformers import FusedOptTrainer, optimizer_factory
+
+    cases.as_rank(rank, 2)
+    args = cases.training_arguments(folder)
+    messages = []
+    with pytest.raises(ValueError, match="optimizer_factory under 2 ranks") as caught:
+        optimizer_factory(args)
+    messages.append(str(caught.value))
+
+    model = cases.make_model()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(TypeError, match="DistributedDataParallel") as caught:
+        FusedOptTrainer(wrapped, args)
+    messages.append(str(caught.value))
+    trainer = FusedOptTrainer(model, args, train_dataset=cases.make_data(16))
+    with pytest.raises(RuntimeError, match="a live DistributedDataParallel") as caught:
+        trainer.train()
+    messages.append(str(caught.value))
+    del wrapped, trainer
+
+    stock = cases.quiet(Trainer(cases.make_model(), args, train_dataset=cases.make_data(16)))
+    stock.train()
+    return [*messages, type(stock.model_wrapped).__name__]
+
+
+def test_ddp_and_the_factory_are_refused_on_all_ranks(tmp_path):
+    first, second = run(refuse_alike, 2, tmp_path)
+    assert first == second
+    assert first[-1] == "DistributedDataParallel"  # what a stock Trainer puts around the model
