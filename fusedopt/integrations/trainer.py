@@ -97,11 +97,12 @@ class FusedOptMixin(_Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Have accelerate prepare models without DistributedDataParallel; check what can be checked by now."""
+        if self.fusedopt_args.main_grad:
+            trainer_config(self.fusedopt_args, self.args, trainer_clips=False)
+            refuse_training_arguments(self.args)
         super().create_accelerator_and_postprocess()
         if not self.fusedopt_args.main_grad:
             return
-        trainer_config(self.fusedopt_args, self.args, trainer_clips=False)
-        refuse_training_arguments(self.args)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # by accelerate launch
             raise ValueError(
                 "accelerate was configured for DeepSpeed or FSDP, which own parameters and gradients. Start with "

@@ -20,14 +20,16 @@ RECOMPUTE = {
 MATRIX = list(itertools.product((False, True), SHARDS, RECOMPUTE))
 
 
-def make_trainer(model, output_dir, flags, data=None, cls=None, **changed):
+def make_trainer(model, output_dir, flags, data=None, cls=None, inner=None, **changed):
     from fusedopt.integrations.transformers import FusedOptTrainer
 
     args = cases.training_arguments(output_dir, **changed)
     flags = FusedOptArguments(main_grad=True, **flags)
     data = cases.make_data(NUM_EXAMPLES) if data is None else data
-    datasets = {"train_dataset": data, "eval_dataset": cases.make_data(4, seed=7)}
-    return cases.quiet((cls or FusedOptTrainer)(model, args, fusedopt_args=flags, **datasets))
+    others = {"train_dataset": data, "eval_dataset": cases.make_data(4, seed=7)}
+    if inner is not None:
+        others["optimizer_cls_and_kwargs"] = (inner, {"lr": cases.LEARNING_RATE})
+    return cases.quiet((cls or FusedOptTrainer)(model, args, fusedopt_args=flags, **others))
 
 
 def train_matrix(rank, folder):
@@ -90,10 +92,22 @@ def parts_trainer():
     return InParts
 
 
-def train_in(folder, shard, cls=None, resume=None, **changed):
+class OwnFormat(torch.optim.AdamW):
+    """Its state dict is not torch's, so that nobody can put parts of it together."""
+
+    def state_dict(self):
+        return {"mine": super().state_dict()}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict.get("mine", state_dict))
+
+
+def train_in(folder, shard, cls=None, resume=None, inner=None, **changed):
     flags = {"main_grad_shard": shard}
-    trainer = make_trainer(cases.make_model(), folder, flags, cls=cls, **changed)
+    trainer = make_trainer(cases.make_model(), folder, flags, cls=cls, inner=inner, **changed)
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    if inner is not None:
+        return {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
     return cases.outcome_of(trainer)
 
 
@@ -117,6 +131,11 @@ def save_and_resume(rank, folder, from_one_rank):
         outcomes[shard, "parts", "resumed"] = train_in(folder / "again", shard, resume=home / "checkpoint-1")
         at(f"from one rank {shard}")
         outcomes[shard, "from one rank"] = train_in(folder / "again", shard, resume=from_one_rank)
+    at("a format of its own")
+    home = folder / "own-format"
+    outcomes["own format"] = train_in(home, "optimizer", inner=OwnFormat, **STRATEGIES["steps"])
+    again = train_in(folder / "again", "optimizer", inner=OwnFormat, resume=home / "checkpoint-1")
+    outcomes["own format", "resumed"] = again
     return outcomes
 
 
@@ -129,6 +148,13 @@ def resumed_reference(found, norms, before, after):
     for window, norm in zip(list(loop.windows(data))[1:], norms[1:], strict=True):
         loop.run_window(window, norm)
     cases.assert_same(found, loop.outcome())
+
+
+PARTS = ["optimizer_part_0_of_2.pt", "optimizer_part_1_of_2.pt"]
+
+
+def optimizer_files(home):
+    return sorted(path.name for path in (home / "checkpoint-1").glob("optimizer*"))
 
 
 @pytest.fixture
@@ -158,8 +184,7 @@ def test_checkpoints_of_every_strategy_resume_bit_for_bit_also_on_another_number
     for shard in ("optimizer", "gradients"):
         whole_run = outcomes[shard, "steps", "whole run"]
         cases.assert_same(outcomes[shard, "parts", "resumed"], whole_run)
-        saved = sorted(path.name for path in (tmp_path / f"{shard}-parts" / "checkpoint-1").glob("optimizer*"))
-        assert saved == ["optimizer_part_0_of_2.pt", "optimizer_part_1_of_2.pt"]
+        assert optimizer_files(tmp_path / f"{shard}-parts") == PARTS
 
         on_two = outcomes[shard, "from one rank"]
         assert on_two.norms[0] == alone.norms[0]
@@ -174,6 +199,13 @@ def test_checkpoints_of_every_strategy_resume_bit_for_bit_also_on_another_number
         with pytest.raises(FileNotFoundError, match="Resume on as many ranks"):
             train_in(tmp_path / "again", "none", resume=tmp_path / f"{shard}-parts" / "checkpoint-1", **changed)
         cases.forget_accelerators()
+
+    assert optimizer_files(tmp_path / "own-format") == PARTS
+    plain = outcomes["optimizer", "steps", "whole run"].params
+    for name, param in outcomes["own format"].items():
+        assert torch.isfinite(param).all()
+        assert torch.equal(param, plain[name]), name
+        assert torch.equal(outcomes["own format", "resumed"][name], param), name
 
 
 SCALE = 2.0**10

@@ -13,6 +13,7 @@ import fusedopt
 from fusedopt.integrations.arguments import FusedOptArguments, Owned, name_parameters
 
 transformers = pytest.importorskip("transformers")
+cases = pytest.importorskip("trainer_cases")
 
 OWNED = (
     Owned("gradient_accumulation_steps", 4, "TrainingArguments", 1),
@@ -173,11 +174,25 @@ def test_a_flag_without_a_layer_to_act_on_is_refused_and_nothing_is_left():
     model = nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4))
     arguments = FusedOptArguments(main_grad=True, fused_linear=True)
     config = arguments.resolve(OWNED, environ={})
-    with pytest.raises(ValueError, match="Sequential has no linear layer to fuse"):
+    with pytest.raises(ValueError, match="Sequential has no linear layer to fuse") as caught:
         arguments.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0), config)
     assert not any(hasattr(param, "main_grad") for param in model.parameters())
+    assert caught.tb is not None  # it keeps the frames, and what is in them, alive
     with pytest.raises(ValueError, match="no decoder layer"):
         FusedOptArguments(recompute=True).prepare_layers(model, fused_linear=False)
+
+
+def test_recomputation_is_taken_off_again_where_fused_linear_finds_no_layer():
+    model = cases.make_model()
+    for name, param in model.named_parameters():
+        param.requires_grad_("proj" not in name and "head" not in name)
+    flags = FusedOptArguments(main_grad=True, recompute=True, fused_linear=True)
+    flags.prepare_layers(model, fused_linear=False)
+    layer = model.model.layers[0]
+    assert "forward" in vars(layer)
+    with pytest.raises(ValueError, match="no linear layer to fuse"):
+        flags.prepare_layers(model, fused_linear=True)
+    assert "forward" not in vars(layer)
 
 
 def test_names_are_left_alone_where_there_are_some_or_a_parameter_is_foreign():
