@@ -8,10 +8,11 @@ in silence. `ShardedGradScaler`, which makes its one decision on all ranks, is r
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -90,30 +91,60 @@ class Scalers:
                 f"different gradients; {_REMEDY}"
             )
 
-    def check_step(self) -> None:
-        """Called where a scaler is about to step; see `refuse_stock`."""
+    def check_step(self) -> bool:
+        """Called where a scaler is about to step; see `refuse_stock`. Returns whether gradients are to be unscaled."""
         scaler = self._find()
-        if scaler is not None:
-            self.refuse_stock(scaler)
+        if scaler is None:
+            return False
+        self.refuse_stock(scaler)
+        return _MARK not in scaler._per_optimizer_states[self._key]
 
-    def unscale_parts(self, found_inf: Callable[[], bool], *, is_step: bool) -> None:
-        """Do what ``scaler.unscale_`` cannot under ``"gradients"``, where there are no ``.grad`` for it to see.
+    @contextlib.contextmanager
+    def unscaling(self, found_inf: Callable[[], bool], *, is_step: bool = False) -> Iterator[None]:
+        """Run the body, in which ranks meet, and then do what ``scaler.unscale_`` cannot under a shard.
+
+        It unscales the ``.grad`` it sees, and tells whether one is infinite. Under ``"gradients"`` there is none, under
+        ``"optimizer"`` they may be under way between ranks. So its doing is undone, and done where ranks have met.
 
         Args:
             found_inf: tells of all gradients on all ranks.
             is_step: the scaler is about to step; else only if the user called ``scaler.unscale_`` before.
         """
-        if _SHARDED_MODULE not in sys.modules:  # nobody can have made one: clipping need not look for it every time
-            return
-        scaler = self._find()
+        scaler = self._unscaler(is_step=is_step)
         if scaler is None or scaler._scale is None:
+            yield
             return
-        state = scaler._per_optimizer_states[self._key]
-        if _MARK in state or not (is_step or state["stage"] is OptState.UNSCALED):
-            return
-        state[_MARK] = True  # until scaler.update(), which makes a new one
         scale: Tensor = scaler._scale
+        inverse = scale.double().reciprocal().float()
+        state = scaler._per_optimizer_states[self._key]
+        was_unscaled = state["stage"] is OptState.UNSCALED
+        if was_unscaled:
+            self._scale_hanging_(scale)
+        try:
+            yield
+        except BaseException:
+            if was_unscaled:
+                self._scale_hanging_(inverse)
+            raise
+        state[_MARK] = True  # until scaler.update(), which makes a new one
         has_inf = found_inf()
-        self._buffers.scale_grads_(scale.double().reciprocal().float())
+        self._buffers.scale_grads_(inverse)
         state["stage"] = OptState.UNSCALED
         state["found_inf_per_device"] = {scale.device: torch.full_like(scale, float(has_inf))}
+
+    def _scale_hanging_(self, factor: Tensor) -> None:
+        for entry in self._buffers.entries:
+            if entry.param.grad is not None:
+                entry.param.grad.mul_(factor)  # exact: scales are powers of two
+
+    def _unscaler(self, *, is_step: bool) -> GradScaler | None:
+        """Return the scaler whose work is to be done, if there is one: the same on all ranks."""
+        # Where nobody can have made one, clipping need not look for it every time.
+        if not self._buffers.sharding.is_sharded or _SHARDED_MODULE not in sys.modules:
+            return None
+        scaler = self._find()
+        if scaler is None:
+            return None
+        state = scaler._per_optimizer_states[self._key]
+        is_due = _MARK not in state and (is_step or state["stage"] is OptState.UNSCALED)
+        return scaler if is_due else None

@@ -151,6 +151,11 @@ def check_trainable(name: str, param: Tensor) -> None:
             f"parameter {name} is {param.dtype}; fusedopt wraps real parameters only. Hold it as two real ones "
             "(torch.view_as_real), or leave it to an optimizer of its own"
         )
+    if hasattr(param, "quant_state"):  # bitsandbytes' packed bytes may pose as bf16
+        raise TypeError(
+            f"parameter {name} is trainable and quantised ({type(param).__name__}): it has no digits that a step could "
+            "move. Freeze it (requires_grad_(False)) and train adapters on it (PEFT), or load the model in bf16"
+        )
     if param.layout is not torch.strided:
         raise TypeError(f"parameter {name} has layout {param.layout}; make it dense (param.to_dense()) before wrapping")
     if param.dtype not in MAIN_DTYPES:
@@ -196,7 +201,8 @@ def refuse_ddp(params: Sequence[Tensor]) -> None:
             raise RuntimeError(
                 f"a live DistributedDataParallel around {type(module.module).__name__} holds parameters of this "
                 "optimizer, and would reduce gradients that main_grad already holds. Give fusedopt the bare module: "
-                "it reduces by itself"
+                "it reduces by itself. In place of accelerator.prepare(...), which makes one, call "
+                "fusedopt.integrations.accelerate.prepare(accelerator, ...)"
             )
 
 

@@ -294,10 +294,8 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             ValueError: for a norm type that is not a norm.
             RuntimeError: as `step`.
         """
-        with self._reduction.meeting(Kind.CLIP):
+        with self._scalers.unscaling(self._clip.found_inf), self._reduction.meeting(Kind.CLIP):
             self._prepare()
-        if self._buffers.sharding.is_lending:
-            self._scalers.unscale_parts(self._clip.found_inf, is_step=False)
         num_micro_batches, num_addends = self._window.num_pending + 1, 1
         if self._window.is_last and not self._buffers.sharding.is_sharded:
             self._average(num_micro_batches)
@@ -340,10 +338,10 @@ class FusedMainGradOptimizer(StatefulOptimizer):
                 "unscale the partial sum at every micro-batch. Use gradient_accumulation_steps=1, divide the loss by "
                 "k, and call scaler.step() and zero_grad() every k-th micro-batch"
             )
-        if self._buffers.sharding.is_sharded:
-            self._scalers.check_step()
-        if self._buffers.sharding.is_lending:
-            self._scalers.unscale_parts(self._clip.found_inf, is_step=True)
+        if self._buffers.sharding.is_sharded and self._scalers.check_step():
+            unscaling = self._scalers.unscaling(self._clip.found_inf, is_step=True)
+            with torch.no_grad(), unscaling, self._reduction.meeting(Kind.CLIP):
+                self._prepare()
         return False
 
     def memory_report(self) -> dict[str, float]:
