@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fusedopt import dtensor
 from fusedopt.buckets import Slot
 from fusedopt.buffers import Buffers, Entry
 from fusedopt.checks import MAIN_DTYPES, refuse_ddp
@@ -86,8 +87,19 @@ def fold(door: Door, slot: Slot, param: Tensor) -> None:
     door.refuse_ddp(param)
     slot.check(param)
     _refuse(slot, param, grad)
+    if dtensor.is_dtensor(param):
+        _place(slot, param, grad)
     claim(param)
     follow_writer(param.main_grad, will_write=False)  # type: ignore[attr-defined]
+
+
+def _place(slot: Slot, param: Tensor, grad: Tensor) -> None:
+    slot.lend(param)
+    if dtensor.is_share(grad, param) and slot.takes_share():
+        if not slot.is_share:
+            slot.expect_share(param)
+    elif slot.is_share:
+        slot.end_share(param)
 
 
 def _refuse(slot: Slot, param: Tensor, grad: Tensor) -> None:
@@ -107,10 +119,11 @@ def _refuse(slot: Slot, param: Tensor, grad: Tensor) -> None:
             "(nn.Embedding(sparse=False)), or leave this parameter to an optimizer of its own"
         )
     needed = MAIN_DTYPES[slot.dtype]
-    if grad.shape != slot.shape or grad.dtype is not needed:
+    is_fsdps = slot.is_fsdp and grad.dtype is slot.dtype
+    if grad.shape != param.shape or not (grad.dtype is needed or is_fsdps):
         raise RuntimeError(
             f"the gradient of parameter {slot.name} is {grad.dtype} with shape {tuple(grad.shape)}; needed is "
-            f"{needed} with shape {tuple(slot.shape)}. Assign such a tensor, or None to clear"
+            f"{needed} with shape {tuple(param.shape)}. Assign such a tensor, or None to clear"
         )
 
 

@@ -35,8 +35,8 @@ class Kind(enum.IntEnum):
     STEP = 2
 
 
-_HAS, _SENT_KEPT, _SENT_CLEARED, _GIVEN_KEPT, _GIVEN_CLEARED = (1 << bit for bit in range(5))
-_PER_PARAM = (_HAS, _SENT_KEPT, _SENT_CLEARED, _GIVEN_KEPT, _GIVEN_CLEARED)
+_HAS, _SENT_KEPT, _SENT_CLEARED, _GIVEN_KEPT, _GIVEN_CLEARED, _IS_SHARE = (1 << bit for bit in range(6))
+_PER_PARAM = (_HAS, _SENT_KEPT, _SENT_CLEARED, _GIVEN_KEPT, _GIVEN_CLEARED, _IS_SHARE)
 
 
 class Ballot:
@@ -117,7 +117,7 @@ class Ballot:
 
     def _bits(self, entry: Entry) -> int:
         number = entry.number
-        bits = _HAS if entry.has_grad else 0
+        bits = (_HAS if entry.has_grad else 0) | (_IS_SHARE if entry.slot.is_share else 0)
         if number in self._sent:
             is_kept = self._is_kept(entry, self._sent[number])
             bits |= _SENT_KEPT if is_kept else _SENT_CLEARED
@@ -170,6 +170,10 @@ class Says:
     def has(self, entry: Entry) -> bool:
         """Return whether ``entry`` has a gradient on some rank, and was not cleared on all since it was sent."""
         return bool(self.rows[0][entry.number])
+
+    def is_share(self, entry: Entry) -> bool:
+        """Return whether the gradient of ``entry`` is a share on some rank, see `Slot.is_share`: then on all."""
+        return bool(self.rows[5][entry.number])
 
     def was_dropped(self, entry: Entry) -> bool:
         """Return whether what was sent of ``entry`` was cleared since."""

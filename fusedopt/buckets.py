@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedopt import layout
+from fusedopt import dtensor, layout
 from fusedopt.checks import MAIN_DTYPES
 from fusedopt.layout import Span
-from fusedopt.main_grad import register
+from fusedopt.main_grad import hand_over, register
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Bucket:
             of its own.
         main: main_params of this rank's part, where the model is bf16 or fp16.
         model: model parameters of the whole bucket, under a shard.
+        domain: over which ranks its elements lie, beside data-parallel ones (DTensor parameters); else None.
         is_dirty: whether a gradient arrived that was not sent to other ranks yet.
         is_fresh: whether the next reduction overwrites ``grad_part``: it was cleared (``"gradients"`` only).
         is_divided: whether ``grad_part`` holds a mean that was kept over a step, not a sum (``"gradients"`` only).
@@ -84,6 +85,7 @@ class Bucket:
         self.plan = plan
         self.entries: list[Any] = []  # of `buffers.Entry`
         self.backend = backend
+        self.domain = dtensor.domain_of(like)
         self.dtype = MAIN_DTYPES[like.dtype]
         self.device = like.device
         self.span = plan.shard_span(sharding.rank) if sharding.is_sharded else Span(0, plan.numel)
@@ -154,40 +156,54 @@ class Slot:
         param: read here, not kept.
         bucket: holds its main_grad: fp32 (fp64 for fp64), the parameter's shape, strides where dense.
         start: where in the bucket.
+        is_fsdp: whether FSDP2 reduces its gradients, and hangs them up in the parameter's dtype.
 
     Attributes:
+        shape, strides, numel: of the part of the parameter that this rank holds; of a plain one, of all of it.
+        main_grad: what hangs on the parameter, placed as it is; ``local_grad``: its local part, the same for a plain
+            parameter.
+        is_share: of a DTensor parameter: main_grad holds a share, to be summed over its replicas before the step.
         is_reduced: under ``shard="gradients"``: whether it received a gradient, on any rank, since the last clear.
         num_fires, expected_fires: of the parameter's hook, in this backward and in the last one that reduced.
     """
 
     __slots__ = (
         "_bucket",
+        "_whole_shape",
         "address",
         "device",
         "dtype",
         "expected_fires",
         "index",
+        "is_fsdp",
         "is_reduced",
+        "is_share",
+        "local_grad",
         "main_grad",
         "name",
         "num_fires",
+        "numel",
         "shape",
         "start",
         "strides",
     )
 
-    def __init__(self, name: str, param: Tensor, bucket: Bucket, start: int) -> None:
+    def __init__(self, name: str, param: Tensor, bucket: Bucket, start: int, *, is_fsdp: bool = False) -> None:
         self.name = name
-        self.shape = param.shape
-        self.strides = memory_strides(param)
+        self.is_fsdp = is_fsdp
+        self.shape = dtensor.local_of(param).shape
+        self.strides = dtensor.strides_of(param)
+        self.numel = self.shape.numel()
+        self._whole_shape = param.shape
         self.dtype = param.dtype
         self.device = param.device
         self.start = start
         self.index = bucket.index
-        self.is_reduced = False
+        self.is_reduced = self.is_share = False
         self.num_fires, self.expected_fires = 0, 1
         self._bucket = weakref.ref(bucket)
         self.main_grad: Tensor | None = None
+        self.local_grad: Tensor | None = None
         self.address = 0
 
     def lend(self, param: Tensor) -> Tensor:
@@ -196,17 +212,42 @@ class Slot:
             bucket = self._bucket()
             if bucket is None:
                 raise RuntimeError(f"parameter {self.name} was unwrapped while a gradient arrived for it")
-            self.main_grad = bucket.lend().as_strided(self.shape, self.strides, self.start)
-            self.address = self.main_grad.data_ptr()
+            self.local_grad = bucket.lend().as_strided(self.shape, self.strides, self.start)
+            self.address = self.local_grad.data_ptr()
+            placements = dtensor.share_placements(param) if self.is_share else None
+            self.main_grad = dtensor.like(param, self.local_grad, placements)
             register(param, self.main_grad, bucket.backend)
         return self.main_grad
+
+    def expect_share(self, param: Tensor) -> None:
+        """Place main_grad as gradients of which each replica of ``param`` holds a share; not while it hangs."""
+        self._place(param, dtensor.share_placements(param))
+        self.is_share = True
+
+    def end_share(self, param: Tensor) -> None:
+        """Place main_grad as ``param`` again: its shares were summed, or cleared; `.grad` follows."""
+        hangs = param.grad is not None and param.grad is self.main_grad
+        self._place(param, None)
+        self.is_share = False
+        if hangs:
+            param.grad = self.main_grad
+
+    def _place(self, param: Tensor, placements: Any) -> None:
+        if self.main_grad is not None and self.local_grad is not None:
+            before, self.main_grad = self.main_grad, dtensor.like(param, self.local_grad, placements)
+            hand_over(before, self.main_grad, param)
+
+    def takes_share(self) -> bool:
+        """Return whether what is there is nothing, or shares, too."""
+        bucket = self._bucket()
+        return bucket is None or not bucket.is_lending or bucket.is_fresh or self.is_share
 
     def forget(self, param: Tensor) -> None:
         """Give a lent main_grad back: ``.grad`` and ``main_grad`` become None."""
         if self.main_grad is not None:
             if param.grad is self.main_grad:
                 param.grad = None
-            param.main_grad = self.main_grad = None  # type: ignore[attr-defined]
+            param.main_grad = self.main_grad = self.local_grad = None  # type: ignore[attr-defined]
 
     @property
     def num_first_touches(self) -> int:
@@ -217,9 +258,9 @@ class Slot:
         """Return whether ``param`` and its main_grad still are what they were when wrapped."""
         return (
             getattr(param, "main_grad", None) is self.main_grad
-            and (self.main_grad is None or self.main_grad.data_ptr() == self.address)
+            and (self.main_grad is None or dtensor.local_of(self.main_grad).data_ptr() == self.address)
             and param.dtype is self.dtype
-            and param.shape == self.shape
+            and param.shape == self._whole_shape
             and param.device == self.device
         )
 
@@ -231,9 +272,9 @@ class Slot:
         """
         if self.holds(param):
             return
-        if param.shape != self.shape:
+        if param.shape != self._whole_shape:
             raise RuntimeError(
-                f"parameter {self.name} has shape {tuple(param.shape)} but had {tuple(self.shape)} when it was "
+                f"parameter {self.name} has shape {tuple(param.shape)} but had {tuple(self._whole_shape)} when it was "
                 "wrapped; its buffers do not fit. Resize first (resize_token_embeddings, for one), then make a "
                 "new inner optimizer and wrap that"
             )
@@ -243,7 +284,7 @@ class Slot:
                 "when it was wrapped: model.half(), .bfloat16(), .float() or .to() ran after wrapping. "
                 "Cast and move the model first, wrap the optimizer after"
             )
-        if self.main_grad is not None and self.main_grad.data_ptr() != self.address:
+        if self.main_grad is not None and dtensor.local_of(self.main_grad).data_ptr() != self.address:
             raise RuntimeError(
                 f"the main_grad of parameter {self.name} has left its bucket (it is {self.main_grad.dtype} on "
                 f"{self.main_grad.device} now): model.half(), .bfloat16() or .to() carried it away after wrapping. "
@@ -254,8 +295,3 @@ class Slot:
             f"the main_grad of parameter {self.name} is {found}: something rebound or deleted `param.main_grad`. "
             "Write into it in place (`param.main_grad.copy_(...)`), or assign `param.grad`, which is taken over"
         )
-
-
-def memory_strides(param: Tensor) -> tuple[int, ...]:
-    """Return the strides that ``param`` has in flat memory: its own where dense, else contiguous ones."""
-    return torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()

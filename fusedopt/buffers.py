@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from fusedopt import dtensor
 from fusedopt.backends import Backend, resolve, torch_ops
 from fusedopt.buckets import Bucket, Sharding, Slot
 from fusedopt.layout import ParamSpec, Span, intersect, plan_buckets
@@ -42,7 +43,8 @@ class Entry:
         number: position among all entries.
         part: elements of the parameter, in memory order, that this rank updates; None where another rank does.
         main_param: fp32 (fp64 for fp64): the parameter itself, where that is not rounded and whole; else of its own:
-            the parameter's shape, or 1-D where a shard cuts through; None where ``part`` is.
+            the parameter's shape, or 1-D where a shard cuts through; None where ``part`` is. Of a DTensor: of its local
+            part, and a plain tensor.
         grad_part, model_part: gradient and model value of the same elements, in the shape of main_param.
     """
 
@@ -67,7 +69,7 @@ class Entry:
         self.slot = slot
         self.bucket = bucket
         self.number = -1
-        span = Span(slot.start, slot.start + param.numel())
+        span = Span(slot.start, slot.start + slot.numel)
         owned = intersect(span, bucket.span)
         if span.numel == 0 and bucket.owns(span.start):
             owned = span
@@ -76,7 +78,7 @@ class Entry:
         self.seen_version: int | None = None
         self.main_param: nn.Parameter | None = None
         self.grad_part: Tensor | None = None
-        self.model_part: Tensor = param
+        self.model_part = dtensor.local_of(param)
         self._make_parts()
         self.mark_synced()
         self._attach()
@@ -93,7 +95,7 @@ class Entry:
             self.model_part = self._part_of(model, 0)
         if bucket.main is not None:
             self.main_param = _main_param(self._part_of(bucket.main, bucket.span.start), self.model_part, self.param)
-        elif model is not None:
+        elif model is not None or dtensor.is_dtensor(self.param):
             self.main_param = _main_param(self.model_part, None, self.param)
         else:
             self.main_param = self.param
@@ -103,7 +105,7 @@ class Entry:
         slot, part = self.slot, self.part
         if part is None:
             raise RuntimeError(f"parameter {slot.name} has no part on this rank")
-        if part.numel == self.param.numel():
+        if part.numel == slot.numel:
             return flat.as_strided(slot.shape, slot.strides, slot.start - origin)
         return flat[slot.start + part.start - origin : slot.start + part.end - origin]
 
@@ -111,13 +113,14 @@ class Entry:
     def move_into(self, model: Tensor) -> None:
         """Copy the parameter into flat memory and alias it there, with a storage object of its own."""
         home = from_dlpack(model.as_strided(self.slot.shape, self.slot.strides, self.slot.start))
-        home.copy_(self.param)
-        self.param.data = home
+        home.copy_(dtensor.local_of(self.param))
+        dtensor.rebind(self.param, home)
 
     def _attach(self) -> None:
         param, slot, grad = self.param, self.slot, self.param.grad
         param.grad = None
-        param.grad_dtype = self.bucket.dtype
+        # FSDP2 hangs up gradients itself, and in the parameter's dtype.
+        param.grad_dtype = None if self.slot.is_fsdp else self.bucket.dtype
         # torch pickles a Parameter's attributes with it: without this, saving a module would write main_grad.
         vars(param)["__getstate__"] = functools.partial(_state_without_ours, weakref.ref(param))
         serve_transformer_engine(param)
@@ -128,13 +131,13 @@ class Entry:
                 return
         main_grad = slot.lend(param)
         if self.grad_part is not None and not self.bucket.is_lending:
-            if self.grad_part.shape == slot.shape:
-                self.grad_part = main_grad
+            if self.grad_part.shape == slot.shape and slot.local_grad is not None:
+                self.grad_part = slot.local_grad
             if self.main_param is not None and self.main_param is not param:
                 self.main_param.main_grad = self.grad_part  # type: ignore[attr-defined]
         if grad is not None:
             with torch.no_grad():
-                main_grad.copy_(grad)
+                dtensor.copy_local_(main_grad, grad)
             param.grad = main_grad
 
     @property
@@ -161,9 +164,10 @@ class Entry:
     def mark_synced(self) -> None:
         """Note that model parameter and main_param agree as they stand."""
         self.seen_version = self.param._version
-        self.seen_address = self.param.data_ptr()
+        local = dtensor.local_of(self.param)
+        self.seen_address = local.data_ptr()
         # Also weakly by its storage: after two `p.data = tensor` the second may lie where the first one lay.
-        self.seen_storage = weakref.ref(self.param.untyped_storage())
+        self.seen_storage = weakref.ref(local.untyped_storage())
         self.main_version = self.main_param._version if self.main_param is not None else 0
 
     def detach(self) -> None:
@@ -176,11 +180,12 @@ class Entry:
         if grad is not None and grad.shape == param.shape:
             param.grad = grad.detach().to(param.grad_dtype or param.dtype, copy=True)
         if self.bucket.model is not None:  # its flat memory would live as long as any parameter of the bucket
-            param.data = param.data.clone(memory_format=torch.preserve_format)
+            dtensor.rebind(param, dtensor.local_of(param.data).clone(memory_format=torch.preserve_format))
 
     def was_moved(self) -> bool:
         """Return whether ``p.data`` was rebound since the last `mark_synced`."""
-        return self.param.data_ptr() != self.seen_address or self.param.untyped_storage() is not self.seen_storage()
+        local = dtensor.local_of(self.param)
+        return local.data_ptr() != self.seen_address or local.untyped_storage() is not self.seen_storage()
 
     def was_edited_outside(self) -> bool:
         """Return whether the model parameter was written or rebound since the last `mark_synced`."""
@@ -218,7 +223,11 @@ class Buffers:
         Returns:
             One entry per parameter, in the given order.
         """
-        specs = [ParamSpec(name, p.numel(), (group, p.dtype, p.device)) for name, p in named_params]
+        specs = [
+            ParamSpec(name, dtensor.numel_of(p), (group, p.dtype, p.device, dtensor.domain_of(p)))
+            for name, p in named_params
+        ]
+        fsdp = dtensor.held_by_fsdp(param for _, param in named_params)
         backends = {(p.dtype, p.device): resolve(self._backend, p.device, p.dtype) for _, p in named_params}
         entries: dict[int, Entry] = {}
         for plan in plan_buckets(specs, self._bucket_numel, self.sharding.num_shards, shard_by):
@@ -228,7 +237,8 @@ class Buffers:
             self.buckets.append(bucket)
             for placement in plan.placements:
                 name, param = named_params[placement.index]
-                entry = Entry(param, Slot(name, param, bucket, placement.span.start), bucket)
+                slot = Slot(name, param, bucket, placement.span.start, is_fsdp=id(param) in fsdp)
+                entry = Entry(param, slot, bucket)
                 bucket.entries.append(entry)
                 entries[placement.index] = entry
         added = [entries[i] for i in range(len(named_params))]
@@ -265,6 +275,10 @@ class Buffers:
             parts = [e.grad_part for e in entries]
             backend.scale_cast_(parts, parts, factor)
 
+    def shares(self) -> list[Entry]:
+        """Return the entries whose gradients are shares still, see `Slot.is_share`."""
+        return [e for e in self.entries if e.slot.is_share and e.has_grad]
+
     def buckets_by_backend(self) -> list[tuple[Backend, list[Bucket]]]:
         """Return all buckets, those that the same functions work on together."""
         return _by_backend((bucket.backend, bucket) for bucket in self.buckets)
@@ -280,7 +294,7 @@ class Buffers:
     def zero_absent_in(self, bucket: Bucket) -> None:
         """Zero, in the whole of ``bucket``, main_grads of parameters whose ``.grad`` is None."""
         torch_ops.zero_(
-            [e.slot.main_grad for e in bucket.entries if e.param.grad is None and e.slot.main_grad is not None]
+            [e.slot.local_grad for e in bucket.entries if e.param.grad is None and e.slot.local_grad is not None]
         )
 
     @torch.no_grad()
@@ -329,7 +343,7 @@ class Buffers:
 
     def nbytes(self) -> dict[str, int]:
         """Return bytes by kind, as allocated: ``model`` (trainable parameters), ``main_grad``, ``main_param``."""
-        total = {"model": sum(e.param.nbytes for e in self.entries), "main_grad": 0, "main_param": 0}
+        total = {"model": sum(dtensor.local_of(e.param).nbytes for e in self.entries), "main_grad": 0, "main_param": 0}
         for bucket in self.buckets:
             for kind, nbytes in bucket.nbytes().items():
                 total[kind] += nbytes

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fusedopt import dtensor
 from fusedopt.config import MainGradConfig
 
 MAIN_DTYPES = {
@@ -124,7 +125,7 @@ def check_parameters(named_params: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse parameters that cannot be wrapped, before anything is changed.
 
     Raises:
-        TypeError: complex, sparse or non-floating dtype, or a DTensor.
+        TypeError: complex, sparse or non-floating dtype.
         ValueError: on the meta device, uninitialised, or given twice.
         RuntimeError: if a parameter already has a ``main_grad``.
     """
@@ -144,8 +145,6 @@ def check_parameters(named_params: Iterable[tuple[str, Tensor]]) -> None:
 
 def check_trainable(name: str, param: Tensor) -> None:
     """Refuse one trainable parameter that cannot have main_grad; see `check_parameters`."""
-    if hasattr(param, "device_mesh") and hasattr(param, "placements"):
-        raise TypeError(f"parameter {name} is a DTensor, which this version cannot wrap; give it a plain Parameter")
     if param.is_complex():
         raise TypeError(
             f"parameter {name} is {param.dtype}; fusedopt wraps real parameters only. Hold it as two real ones "
@@ -178,6 +177,60 @@ def check_trainable(name: str, param: Tensor) -> None:
             f"parameter {name} already has a main_grad: another FusedMainGradOptimizer (or Megatron's DDP) holds it, "
             "or its inner optimizer. Call unwrap() on that optimizer, or drop the last reference to it, before "
             "wrapping again"
+        )
+
+
+def check_engines(named: Sequence[tuple[str, Tensor]], shard: str) -> bool:
+    """Check how torch's parallel engines hold the trainable ones of ``named``.
+
+    Args:
+        named: all parameters of the inner optimizer.
+        shard: the setting.
+
+    Returns:
+        Whether FSDP2 holds them, and does all communication.
+
+    Raises:
+        ValueError: for FSDP2 with a shard of ours, or for a part of the parameters only.
+        RuntimeError: naming a parameter that an engine replaced after the optimizer was made.
+    """
+    trainable = [(name, param) for name, param in named if param.requires_grad]
+    _refuse_orphans(trainable)
+    held = dtensor.held_by_fsdp(param for _, param in trainable)
+    if not held:
+        return False
+    if shard != "none":
+        raise ValueError(
+            f'shard="{shard}" with parameters that fully_shard holds: FSDP2 shards gradients and parameters itself, '
+            'and fusedopt keeps main_grad and main_param for what it leaves on this rank. Use shard="none"'
+        )
+    outside = [name for name, param in trainable if id(param) not in held]
+    if outside:
+        raise ValueError(
+            f"fully_shard holds {len(held)} of the trainable parameters and not {outside[0]}: nobody would reduce its "
+            "gradient. Apply fully_shard to the whole model, too, or give that parameter an optimizer of its own"
+        )
+    return True
+
+
+def _refuse_orphans(trainable: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise if an engine replaced parameters by DTensors after the optimizer was made: it would train nothing."""
+    plain = [(name, param) for name, param in trainable if not dtensor.is_dtensor(param)]
+    if not plain or not dtensor.is_loaded() or not _has_process_group():
+        return
+    held: set[int] = set()
+    has_dtensors = False
+    for module in gc.get_objects():
+        if issubclass(type(module), nn.Module):
+            params = [param for param in vars(module).get("_parameters", {}).values() if param is not None]
+            held.update(id(param) for param in params)
+            has_dtensors = has_dtensors or any(dtensor.is_dtensor(param) for param in params)
+    orphans = [name for name, param in plain if id(param) not in held]
+    if has_dtensors and orphans:
+        raise RuntimeError(
+            f"parameter {orphans[0]} is in no live module, and there are modules with DTensor parameters: "
+            "parallelize_module or fully_shard replaced it after the optimizer was made. Parallelise first, then make "
+            "the optimizer from model.parameters(), then wrap"
         )
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedopt.backends import torch_ops
+from fusedopt.backends import Backend, torch_ops
 from fusedopt.buffers import Buffers
 from fusedopt.comm import DataParallelGroup
 
@@ -24,6 +26,11 @@ EPSILON = 1e-6
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """Return ``min(1, max_norm / (norm + 1e-6))``, 0-d: what torch multiplies gradients by."""
     return torch.clamp(max_norm / (norm + EPSILON), max=1.0)
+
+
+def _norm_of(norms: list[Tensor], norm_type: float) -> Tensor:
+    together: Tensor = torch.stack([norm.to(norms[0].device) for norm in norms])
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(together, norm_type)
 
 
 class Clip:
@@ -64,13 +71,7 @@ class Clip:
         return self._norm(float(norm_type))
 
     def _norm(self, norm_type: float, dtype: torch.dtype | None = None) -> Tensor:
-        norms = [
-            backend.norm([bucket.grad_part for bucket in buckets], norm_type, dtype=dtype)
-            for backend, buckets in self._buffers.buckets_by_backend()
-        ]
-        local = norms[0]
-        if len(norms) > 1:
-            local = torch.linalg.vector_norm(torch.stack([norm.to(local.device) for norm in norms]), norm_type)
+        local = self._local(norm_type, lambda backend, flats: backend.norm(flats, norm_type, dtype=dtype))
         total = self._comm.total_norm(local, norm_type, is_sharded=self._buffers.sharding.is_sharded)
         is_double = dtype is torch.float64 or any(b.dtype is torch.float64 for b in self._buffers.buckets)
         return total if is_double else total.float()
@@ -78,10 +79,23 @@ class Clip:
     def found_inf(self) -> bool:
         """Return whether any gradient on any rank is inf or nan; exact, and one host synchronisation."""
         self._buffers.zero_absent()
-        by_backend = self._buffers.buckets_by_backend()
-        found = [backend.found_inf([bucket.grad_part for bucket in buckets]) for backend, buckets in by_backend]
-        largest = torch.stack([one.to(found[0].device, torch.float64) for one in found]).max()
+        largest = self._local(math.inf, lambda backend, flats: backend.found_inf(flats))
         return bool(self._comm.total_norm(largest, math.inf, is_sharded=self._buffers.sharding.is_sharded))
+
+    def _local(self, norm_type: float, measure: Callable[[Backend, list[Tensor]], Tensor]) -> Tensor:
+        """Return the norm of what this data-parallel rank holds, and of its DTensors everywhere, each element once."""
+        norms: dict[Any, list[Tensor]] = {}
+        for backend, buckets in self._buffers.buckets_by_backend():
+            for domain in dict.fromkeys(bucket.domain for bucket in buckets):
+                norm = measure(backend, [b.grad_part for b in buckets if b.domain == domain]).double()
+                if domain is not None and math.isfinite(norm_type):
+                    norm = norm / domain.num_replicas ** (1.0 / norm_type)
+                norms.setdefault(domain.mesh if domain is not None else None, []).append(norm)
+        totals = []
+        for mesh, parts in norms.items():
+            total = _norm_of(parts, norm_type)
+            totals.append(total if mesh is None else self._comm.norm_over_mesh(total, norm_type, mesh))
+        return _norm_of(totals, norm_type)
 
     def scale(self, norm: Tensor, max_norm: float) -> None:
         """Scale all gradients so that a global norm of ``norm`` becomes at most ``max_norm``."""

@@ -84,15 +84,13 @@ class DataParallelGroup:
         RuntimeError: if a group is given and torch.distributed is not initialised.
     """
 
+    _all: Any
+    _shard: Any
+    _replicate: Any
+    _control: Any
+
     def __init__(self, process_group: Any = None, device_mesh: Any = None, norm_group: Any = None) -> None:
-        self.counts: Counter[str] = Counter()
-        self.nbytes: Counter[str] = Counter()
-        self.norm_group = norm_group
-        self.rank, self.world_size, self.shard_rank, self.num_shards = 0, 1, 0, 1
-        self._all: Any = None
-        self._shard: Any = None
-        self._replicate: Any = None
-        self._control: Any = None
+        self._begin(norm_group)
         given = process_group if process_group is not None else device_mesh
         if not (dist.is_available() and dist.is_initialized()):
             if given is not None or norm_group is not None:
@@ -114,6 +112,20 @@ class DataParallelGroup:
                 )
             self._all = self._shard = _own_group(dist.get_process_group_ranks(group))
         self._place()
+
+    @staticmethod
+    def alone(norm_group: Any = None) -> DataParallelGroup:
+        """Return this process by itself: somebody else reduces its gradients."""
+        group = DataParallelGroup.__new__(DataParallelGroup)
+        group._begin(norm_group)
+        return group
+
+    def _begin(self, norm_group: Any) -> None:
+        self.counts: Counter[str] = Counter()
+        self.nbytes: Counter[str] = Counter()
+        self.norm_group = norm_group
+        self.rank, self.world_size, self.shard_rank, self.num_shards = 0, 1, 0, 1
+        self._all = self._shard = self._replicate = self._control = None
 
     def _take_mesh(self, mesh: Any) -> None:
         if mesh.ndim not in (1, 2):
@@ -206,6 +218,24 @@ class DataParallelGroup:
     def _receive(self, tensor: Tensor, peer: int) -> Any:
         return dist.irecv(tensor, group=self._shard, group_src=peer)
 
+    def sum_shares_(self, parts: Sequence[tuple[Tensor | None, Sequence[Any]]]) -> None:
+        """Sum each part over its groups (of another mesh than this one), in place, those of equal groups together.
+
+        Args:
+            parts: with their groups; a part that is None is another rank's.
+        """
+        together: dict[tuple[Any, ...], list[Tensor]] = {}
+        for part, groups in parts:
+            if part is not None:
+                together.setdefault((part.dtype, part.device, *groups), []).append(part)
+        for (_, _, *groups), tensors in together.items():
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            for group in groups:
+                self._count("share", 2 * _others(flat.nbytes, dist.get_world_size(group)))
+                dist.all_reduce(flat, group=group)
+            for tensor, total in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+                tensor.copy_(total.view_as(tensor))
+
     # -- values
 
     def total_norm(self, norm: Tensor, norm_type: float, *, is_sharded: bool) -> Tensor:
@@ -220,6 +250,12 @@ class DataParallelGroup:
         groups += [self.norm_group] if self.norm_group is not None else []
         for group in groups:
             norm = self._norm_over(norm, norm_type, group)
+        return norm
+
+    def norm_over_mesh(self, norm: Tensor, norm_type: float, mesh: Any) -> Tensor:
+        """Return the norm over all ranks of ``mesh`` from the norm of what this rank holds; see `total_norm`."""
+        for dim in range(mesh.ndim):
+            norm = self._norm_over(norm, norm_type, mesh.get_group(dim))
         return norm
 
     def _norm_over(self, norm: Tensor, norm_type: float, group: Any) -> Tensor:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedopt import dtensor
+
 OUR_ATTRIBUTES = ("main_grad", "lend_main_grad", "get_main_grad", "__fsdp_param__", "__getstate__")
 """What wrapping may attach to a parameter."""
 
@@ -40,6 +42,12 @@ def register(param: Tensor, main_grad: Tensor, backend: Any = None) -> None:
     param.main_grad = main_grad  # type: ignore[attr-defined]
 
 
+def hand_over(main_grad: Tensor, successor: Tensor, param: Tensor) -> None:
+    """Put ``successor``, another view of the same memory, in the place of ``main_grad``."""
+    vars(successor).update(vars(main_grad))
+    param.main_grad = successor  # type: ignore[attr-defined]
+
+
 def resolve(token: Tensor) -> Tensor:
     """Return the parameter that ``token`` names.
 
@@ -53,7 +61,12 @@ def resolve(token: Tensor) -> Tensor:
 
 
 def has_main_grad(param: Tensor) -> bool:
-    """Return whether ``param`` is wrapped: it has a main_grad, or `claim` can borrow one (``shard="gradients"``)."""
+    """Return whether layers may add to the main_grad of ``param``: it has one, or can borrow one (``"gradients"``).
+
+    A DTensor's gradient is left to autograd, whose products know the placements.
+    """
+    if dtensor.is_dtensor(param):
+        return False
     return getattr(param, "main_grad", None) is not None or hasattr(param, "lend_main_grad")
 
 
@@ -113,7 +126,7 @@ def claim(param: Tensor) -> bool:
     if grad is main_grad:
         return True
     if grad is not None:
-        main_grad.copy_(grad)
+        dtensor.copy_local_(main_grad, grad)
     param.grad = main_grad
     main_grad.num_first_touches += 1
     return grad is not None

@@ -27,6 +27,7 @@ from fusedopt.buffers import Buffers
 from fusedopt.checks import (
     all_named,
     check_all_parameters,
+    check_engines,
     check_parameters,
     checked_optimizers,
     default_name,
@@ -97,9 +98,11 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             is_sharded = config.shard != "none" and comm.num_shards > 1
             refuse_unsupported(config, requires_closure=inner_optimizers.requires_closure, is_sharded=is_sharded)
             check_all_parameters(optimizers)
+            is_fsdp = check_engines(all_named(optimizers), config.shard)
             _resolve_all(config.backend, all_named(optimizers))
-            if is_sharded:
-                ShardBy(inner_optimizers, config.shard_by).check()
+            ShardBy(inner_optimizers, config.shard_by).check(is_sharded=is_sharded)
+        if is_fsdp:
+            comm = DataParallelGroup.alone(norm_group)
         start_alike(comm, all_named(optimizers), dataclasses.asdict(config), broadcast=config.broadcast_params)
         self._wire(inner_optimizers, config, comm)
 

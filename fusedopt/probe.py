@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fusedopt.dtensor import is_cut
 from fusedopt.inner import InnerOptimizers
 from fusedopt.scratch import copy_over, unnoticed
 
@@ -46,10 +47,24 @@ class ShardBy:
             self._known[key] = shard_by(self._inner, self._wanted, index)
         return self._known[key]
 
-    def check(self) -> None:
-        """Raise what `shard_by` raises, for any group."""
+    def check(self, *, is_sharded: bool) -> None:
+        """Raise what `shard_by` raises, for any group that is sharded; and for DTensors cut by torch's engines.
+
+        Raises:
+            ValueError: also if an inner optimizer that needs whole matrices would get a rank's rows of one.
+        """
         for index in range(self._inner.num_groups):
-            self(index)
+            params = self._inner.group(index)["params"]
+            names = self._inner.group(index).get("param_names") or [
+                f"number {i} of its group" for i in range(len(params))
+            ]
+            cut = [name for name, param in zip(names, params, strict=True) if is_cut(param)]
+            if (is_sharded or cut) and self(index) == "parameter" and cut:
+                raise ValueError(
+                    f"{type(self._inner.optimizer_of(index)).__name__} works on whole matrices, and of parameter "
+                    f"{cut[0]} this rank has a part (DTensor). Give such parameters an element-wise optimizer (AdamW), "
+                    "or place them Replicate()"
+                )
 
 
 def shard_by(inner: InnerOptimizers, wanted: str, index: int) -> str:

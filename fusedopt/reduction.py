@@ -31,6 +31,7 @@ from typing import NoReturn
 
 import torch
 
+from fusedopt import dtensor
 from fusedopt.backward import BackwardWatch
 from fusedopt.ballot import Ballot, Kind, Says
 from fusedopt.buckets import Bucket, Slot
@@ -253,6 +254,12 @@ class Reduction:
         except Exception as error:
             problem = error
         self.sync(kind, problem)
+        shares = self._buffers.shares()
+        if shares:
+            self._comm.sum_shares_([(e.grad_part, dtensor.share_groups(e.param)) for e in shares])
+            for entry in shares:
+                entry.slot.end_share(entry.param)
+            self.note_versions()
 
     def sync(self, kind: Kind, problem: Exception | None = None) -> None:
         """Meet all ranks; see the top of this file. Does nothing for one rank but to raise its problem.
@@ -336,11 +343,13 @@ class Reduction:
             if not said.has(entry):
                 continue
             given.append(entry)
+            if said.is_share(entry) and not entry.slot.is_share:
+                entry.slot.expect_share(entry.param)
             if entry.bucket.is_lending:
                 entry.slot.is_reduced = True
-            elif entry.param.grad is None and entry.slot.main_grad is not None:
+            elif entry.param.grad is None and entry.slot.local_grad is not None:
                 if entry.bucket.index not in settled:
-                    entry.slot.main_grad.zero_()
+                    entry.slot.local_grad.zero_()
                 entry.param.grad = entry.slot.main_grad
         for bucket in self._buffers.buckets:
             self._transport.undivide(bucket)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusedopt import dtensor
 from fusedopt.comm import DataParallelGroup
 
 
@@ -44,7 +45,7 @@ def start_alike(
         return
     check_same(comm, named, settings)
     if broadcast:
-        comm.broadcast_([tensor.data for _, tensor in named])
+        comm.broadcast_([dtensor.local_of(tensor.data) for _, tensor in named])
 
 
 def check_same(comm: DataParallelGroup, named: Sequence[tuple[str, Tensor]], settings: object = None) -> None:
@@ -58,7 +59,7 @@ def check_same(comm: DataParallelGroup, named: Sequence[tuple[str, Tensor]], set
     Raises:
         RuntimeError: naming the first difference, and the ranks.
     """
-    described = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in named]
+    described = [(name, tuple(t.shape), str(t.dtype), t.requires_grad, dtensor.place_of(t)) for name, t in named]
     first, *others = comm.objects((described, settings))
     for rank, (found, found_settings) in enumerate(others, 1):
         if found_settings != first[1]:
@@ -69,12 +70,18 @@ def check_same(comm: DataParallelGroup, named: Sequence[tuple[str, Tensor]], set
             )
         for ours, theirs in zip(found, first[0], strict=True):
             if ours != theirs:
+                if ours[:-1] == theirs[:-1]:
+                    raise RuntimeError(
+                        f"rank {rank} holds another part of {ours[0]} ({ours[-1]}) than rank 0 ({theirs[-1]}), so they "
+                        "are no data-parallel replicas. Give the data-parallel ranks alone, device_mesh=mesh['dp'] or "
+                        "process_group=...; a mesh dimension of size 1 where there are none"
+                    )
                 raise RuntimeError(
                     f"rank {rank} has {_say(ours)} where rank 0 has {_say(theirs)}; build the same model on all ranks, "
                     "with the same parameters frozen"
                 )
 
 
-def _say(described: tuple[str, tuple[int, ...], str, bool]) -> str:
-    name, shape, dtype, requires_grad = described
+def _say(described: tuple[str, tuple[int, ...], str, bool, str]) -> str:
+    name, shape, dtype, requires_grad, _ = described
     return f"{name} ({dtype}, {shape}{'' if requires_grad else ', frozen'})"

@@ -139,7 +139,7 @@ class Transport:
 def _span_of(entry: Entry, result: Tensor, *, whole: bool) -> Tensor:
     """Return the elements of ``entry`` in a reduced bucket, or in this rank's part of one."""
     own = entry.bucket.span
-    start, end = entry.slot.start, entry.slot.start + entry.param.numel()
+    start, end = entry.slot.start, entry.slot.start + entry.slot.numel
     if not whole:
         start, end = (min(max(edge, own.start), own.end) - own.start for edge in (start, end))
     return result[start:end]
