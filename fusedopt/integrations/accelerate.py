@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -228,6 +229,12 @@ def _refuse_accelerator(accelerator: Any) -> None:
         problems.append("mixed_precision='fp8' replaces layers while preparing; use 'bf16', 'fp16' or 'no'")
     if accelerator.parallelism_config is not None:
         problems.append("parallelism_config: fusedopt takes the mean over all ranks, as copies of one model; drop it")
+    num_started = int(os.environ.get("WORLD_SIZE", 1))
+    if num_started > 1 and accelerator.num_processes == 1:
+        problems.append(
+            f"torchrun started {num_started} ranks, and it takes this one for the only one: all would read the same "
+            "batches and write the same files. On CPUs make it Accelerator(cpu=True)"
+        )
     hook = getattr(accelerator.ddp_handler, "comm_hook", "no")
     hook = str(getattr(hook, "value", hook))
     if hook != "no":

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import warnings
 
 import accelerate_cases as cases
 import pytest
@@ -46,7 +47,7 @@ def loops(rank):
 
 
 def test_every_shard_is_the_plain_loop_with_its_clip_its_schedule_and_its_messages():
-    first, second = run(loops, 2)
+    first, second = run(loops, 2, timeout=180.0)
     assert len(first) == len(MATRIX) == 12
     for (shard, dtype, max_norm), mine, theirs in zip(MATRIX, first, second, strict=True):
         for found, needed, batches in (mine, theirs):
@@ -161,7 +162,7 @@ def scaled_loops(rank):
 
 
 def test_fp16_with_accelerates_scaler_is_the_plain_loop_and_all_ranks_skip_together():
-    first, second = run(scaled_loops, 2)
+    first, second = run(scaled_loops, 2, timeout=180.0)
     assert len(first) == 6
     for mine, theirs in zip(first, second, strict=True):
         for found, needed, skipped in (mine, theirs):
@@ -228,7 +229,7 @@ def test_states_resume_bit_equal_in_a_fresh_process_under_other_shards_and_on_an
     saved_alone = cases.state_of(alone.bare_net, alone.wrapper)
     rate_alone = alone.optimizer.param_groups[0]["lr"]
 
-    first, second = run(save_and_go_on, 2, tmp_path)
+    first, second = run(save_and_go_on, 2, tmp_path, timeout=180.0)
     for shard in SHARDS:
         saved = first[shard, "saved"]
         cases.assert_moved(saved, torch.bfloat16)
@@ -244,6 +245,54 @@ def test_states_resume_bit_equal_in_a_fresh_process_under_other_shards_and_on_an
         state, rate = load_from(tmp_path / shard, "none")  # two ranks saved it, one loads it
         cases.assert_same(state, saved)
         assert rate == 0.00125
+
+
+# -- PEFT
+
+
+def adapters(rank, folder):
+    """Train LoRA adapters in every shard, by accelerate and without; save one, and load it into the others' shards."""
+    import peft_cases
+
+    cases.as_rank(rank, 2)
+    warnings.filterwarnings("ignore", message=peft_cases.WARNING)
+    results = []
+    for shard in SHARDS:
+        at(shard)
+        model, twin = peft_cases.make_model(), peft_cases.make_model()
+        start = {name: param.detach().clone() for name, param in model.named_parameters()}
+        accelerator = cases.make_accelerator(gradient_accumulation_steps=2)
+        settings = {"shard": shard, "max_grad_norm": peft_cases.MAX_NORM}
+        prepared, ours = prepare(accelerator, model, peft_cases.adamw(peft_cases.trainable(model).values()), **settings)
+        plain = fusedopt.FusedMainGradOptimizer(peft_cases.adamw(peft_cases.trainable(twin).values()), **settings)
+        for number in range(6):
+            loss = peft_cases.loss_of(prepared, 2 * number + rank)
+            with accelerator.accumulate(prepared):
+                accelerator.backward(loss)
+                ours.step()
+                ours.zero_grad()
+            with contextlib.nullcontext() if number % 2 else plain.no_sync():
+                (peft_cases.loss_of(twin, 2 * number + rank) / 2).backward()
+            if number % 2:
+                plain.step()
+                plain.zero_grad()
+        moved = {name for name, param in model.named_parameters() if not torch.equal(param, start[name])}
+        assert moved == set(peft_cases.trainable(model))
+        accelerator.save_state(folder / shard)
+        accelerator.wait_for_everyone()
+        found = cases.state_of(model, ours.optimizer)
+        accelerator.load_state(folder / SHARDS[0])
+        results.append((found, cases.state_of(twin, plain), cases.state_of(model, ours.optimizer)))
+    return results
+
+
+def test_lora_trains_in_every_shard_as_the_plain_loop_and_loads_what_another_shard_saved(tmp_path):
+    first, second = run(adapters, 2, tmp_path, timeout=180.0)
+    for mine, theirs in zip(first, second, strict=True):
+        for found, needed, _ in (mine, theirs):
+            cases.assert_same(found, needed)
+        assert sum(name.endswith("main_param") for name in mine[0]) == 1  # fp32 adapters are their own
+        cases.assert_same(mine[2], first[0][0])
 
 
 # -- what is refused

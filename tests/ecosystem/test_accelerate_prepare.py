@@ -248,6 +248,14 @@ def test_a_communication_hook_and_fp8_are_refused_together(monkeypatch, hook):
         prepare(accelerator, net, cases.adamw(net))
 
 
+def test_an_accelerator_that_overlooks_its_other_ranks_is_refused(monkeypatch):
+    """On a CPU, without cpu=True, accelerate takes each rank that torchrun starts for the only one."""
+    net, accelerator = cases.Net(torch.bfloat16), cases.make_accelerator()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"torchrun started 2 ranks.*Accelerator\(cpu=True\)"):
+        prepare(accelerator, net, cases.adamw(net))
+
+
 def refused(case):
     """Return arguments of `prepare` that it refuses, and what it says."""
     net, other = cases.Net(torch.bfloat16), cases.Net(torch.bfloat16)

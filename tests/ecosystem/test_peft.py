@@ -6,69 +6,25 @@ tests/ecosystem/test_peft_style.py makes the same claims, and more, about layers
 import gc
 
 import accelerate_cases
+import peft_cases
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
+from peft_cases import LENGTH, MAX_NORM, NUM_ADAPTED, adamw, lora, loss_of, make_base, make_model, trainable
 from reference import Reference
 from safetensors.torch import load_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedopt
 from fusedopt import FusedMainGradOptimizer
 from fusedopt.integrations.accelerate import prepare
 
-# PEFT asks transformers 5 for a property that it renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
-VOCABULARY, LENGTH, MAX_NORM = 61, 10, 0.5
-TARGETS = ["q_proj", "v_proj", "down_proj"]
-NUM_ADAPTED = 2 * 2 * len(TARGETS)  # two layers, an A and a B each
-
-
-def make_base(seed=0):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-    return LlamaForCausalLM(config).bfloat16()
-
-
-def lora(saves_head=True):
-    whole = ["lm_head"] if saves_head else None
-    return LoraConfig(r=2, lora_alpha=4, target_modules=TARGETS, modules_to_save=whole, task_type="CAUSAL_LM")
-
-
-def make_model(saves_head=True, **keywords):
-    base = make_base()
-    torch.manual_seed(1)
-    model = get_peft_model(base, lora(saves_head), **keywords)
-    model.train()
-    return model
-
-
-def trainable(model):
-    return {name: param for name, param in model.named_parameters() if param.requires_grad}
-
-
-def adamw(groups):
-    return torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1)
+pytestmark = pytest.mark.filterwarnings(f"ignore:{peft_cases.WARNING}:FutureWarning")
 
 
 def with_an_empty_group(params):
     """Return the groups that Trainer makes of a PEFT model: decayed, and not decayed, of which there are none."""
     return adamw([{"params": params}, {"params": [], "weight_decay": 0.0}])
-
-
-def loss_of(model, number):
-    tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(number))
-    return model(input_ids=tokens, labels=tokens).loss / 2
 
 
 def train(model, optimizer, windows, max_norm=None):
