@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedopt.buffers import Entry
-from fusedopt.parts import Cut, take, wrap
+from fusedopt.parts import Cut, placed, take, wrap
 from fusedopt.pieces import to_checkpoint
 from fusedopt.scratch import global_step_hooks_muted, state_to_come
 
@@ -283,7 +283,7 @@ class InnerOptimizers:
             state = state_to_come(home, group, main, name)
         if entry.is_rounded:
             state["main_param"] = main.detach()
-        state = wrap(state, cut)
+        state = placed(wrap(state, cut), param, cut)
         return state if is_template else {**state, HAS_STATE: torch.tensor(has_state)}
 
     def state_nbytes(self) -> int:

@@ -101,8 +101,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             is_fsdp = check_engines(all_named(optimizers), config.shard)
             _resolve_all(config.backend, all_named(optimizers))
             ShardBy(inner_optimizers, config.shard_by).check(is_sharded=is_sharded)
-        if is_fsdp:
-            comm = DataParallelGroup.alone(norm_group)
+        comm = DataParallelGroup.alone(norm_group) if is_fsdp else comm
         start_alike(comm, all_named(optimizers), dataclasses.asdict(config), broadcast=config.broadcast_params)
         self._wire(inner_optimizers, config, comm)
 
@@ -355,7 +354,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         """
         report: dict[str, float] = {**self._buffers.nbytes(), "state": self._inner.state_nbytes()}
         report["total"] = sum(report.values())
-        report["bytes_per_param"] = report["total"] / max(1, sum(e.param.numel() for e in self._buffers.entries))
+        report["bytes_per_param"] = report["total"] / max(1, sum(e.slot.numel for e in self._buffers.entries))
         return report
 
     # -- weights from outside, train and eval

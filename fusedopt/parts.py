@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fusedopt.dtensor import is_dtensor, like, local_of
 from fusedopt.layout import Span
 from fusedopt.pieces import CheckpointPiece, extract, from_checkpoint, to_checkpoint
 
@@ -86,6 +87,22 @@ def wrap(value: Any, cut: Cut) -> Any:
     return _each(value, lambda t: to_checkpoint(t, cut.shape, cut.strides, cut.span) if cut.is_slice(t) else t)
 
 
+def placed(value: Any, param: Tensor, cut: Cut) -> Any:
+    """Return state of a DTensor parameter with tensors of its local part as DTensors; of a plain one, as it is.
+
+    Raises:
+        ValueError: if a shard cuts through the local part, which torch.distributed.checkpoint could not put together.
+    """
+    if not is_dtensor(param):
+        return value
+    if cut.is_partial:
+        raise ValueError(
+            "torch.distributed.checkpoint does not take a DTensor parameter that a shard of data-parallel ranks cuts; "
+            'use shard_by="parameter" or shard="none", or save optimizer.state_dict() on each rank'
+        )
+    return _each(value, lambda tensor: like(param, tensor) if tuple(tensor.shape) == cut.shape else tensor)
+
+
 def take(value: Any, cut: Cut) -> Any:
     """Return what is this rank's of saved state: a whole parameter's, this rank's own labelled part, or wrapped.
 
@@ -94,6 +111,8 @@ def take(value: Any, cut: Cut) -> Any:
     Raises:
         ValueError: if it is the part of another layout.
     """
+    if is_dtensor(value):  # of torch.distributed.checkpoint, or a stock optimizer: placed as the parameter is
+        return local_of(value)
     found = labelled(value)
     if found is not None:
         if found[0] != cut.span:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fusedopt.buffers import Entry
+from fusedopt.dtensor import place_of
 from fusedopt.inner import HAS_STATE, Group, InnerOptimizers, cut_of
 from fusedopt.loading import has_own_format, load_in_place
 from fusedopt.parts import REMEDY, Cut, label, take
@@ -216,11 +217,13 @@ class StateDicts:
         return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self._groups]
 
     def _signature(self) -> dict[str, Any]:
+        places = [place_of(param) for param in self._params]
         return {
             "format": FORMAT,
             "names": [name for group in self._groups for name in group.get("param_names", ())],
             "shapes": [list(param.shape) for param in self._params],
             "dtypes": [str(param.dtype) for param in self._params],
+            **({"places": places} if any(places) else {}),
         }
 
     def _name(self, index: Any) -> str:
@@ -282,6 +285,14 @@ class StateDicts:
                 )
         if not (found["names"] and needed["names"]):  # unnamed on one side: positions decide, as in torch
             needed["names"] = found["names"]
+        places, here = (of.get("places") or [""] * len(self._params) for of in (found, needed))
+        for index, (have, want) in enumerate(zip(places, here, strict=True)):
+            if have != want:
+                raise ValueError(
+                    f"the state dict has another part of the DTensor parameter {self._name(index)} ({have or 'plain'}) "
+                    f"than this rank ({want or 'plain'}). Load what this rank saved under the same parallel layout, or "
+                    "save and load with torch.distributed.checkpoint, which redistributes"
+                )
         for what in ("names", "shapes", "dtypes"):
             for index, (have, want) in enumerate(zip(found[what], needed[what], strict=True)):
                 if have != want:
