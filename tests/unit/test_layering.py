@@ -34,7 +34,7 @@ ADAPTERS = ("backends.triton_ops", "backends.apex_ops", "backends.te_ops")
 AROUND_ADAPTERS = ("backends", "backends.offers", "backends.selfcheck", "backends.lists", "fused_step")
 INTEGRATIONS = (
     *("integrations", "integrations.arguments", "integrations.refusals", "integrations.resume", "integrations.trainer"),
-    *("integrations.transformers", "integrations.accelerate"),
+    *("integrations.transformers", "integrations.accelerate", "integrations.versions"),
 )
 WIRED_BY_THE_OPTIMIZER = (
     *("config", "layout", "comm", "dtensor", "checks", "backends", "buckets", "buffers", "ballot", "arrival", "window"),
@@ -50,10 +50,10 @@ TABLE = {
     "config": Row(0, lazily=("yaml",)),
     "layout": Row(0),
     "planner": Row(1, ("layout",)),
-    "checks": Row(1, ("config",), ("torch",)),
-    "main_grad": Row(1, (), ("torch",)),
+    "checks": Row(1, ("config", "dtensor"), ("torch",)),
+    "main_grad": Row(1, ("dtensor",), ("torch",)),
     "comm": Row(1, (), ("torch", "torch.distributed")),
-    "dtensor": Row(1, (), ("torch", "torch.distributed")),
+    "dtensor": Row(0, (), ("torch",), lazily=("torch.distributed",)),
     "backends.offers": Row(0, (), ("torch",)),
     "backends.torch_ops": Row(1, ("layout",), ("torch",)),
     "backends.triton_ops": Row(1, ("layout", "backends.offers"), ("torch", "triton")),
@@ -66,31 +66,31 @@ TABLE = {
     ),
     "backward": Row(1, (), ("torch",)),
     "pieces": Row(2, ("layout",), ("torch",), lazily=("torch.distributed",)),
-    "buckets": Row(2, ("layout", "checks", "main_grad"), ("torch",)),
-    "replicas": Row(2, ("comm",), ("torch",)),
+    "buckets": Row(2, ("layout", "checks", "dtensor", "main_grad"), ("torch",)),
+    "replicas": Row(2, ("dtensor", "comm",), ("torch",)),
     "buffers": Row(4, ("layout", "dtensor", "buckets", "main_grad", "backends", "backends.torch_ops"), ("torch",)),
     "autograd": Row(4, ("main_grad", "backends"), ("torch",)),
-    "arrival": Row(5, ("buckets", "buffers", "checks", "main_grad"), ("torch",)),
+    "arrival": Row(5, ("dtensor", "buckets", "buffers", "checks", "main_grad"), ("torch",)),
     "compiling": Row(5, ("buffers",), ("torch",)),
     "window": Row(5, ("buffers",), ("torch",)),
     "ballot": Row(5, ("buckets", "buffers"), ("torch",)),
     "transport": Row(5, ("buckets", "buffers", "comm"), ("torch",)),
-    "reduction": Row(6, ("backward", "ballot", "buckets", "buffers", "comm", "transport"), ("torch",)),
+    "reduction": Row(6, ("dtensor", "backward", "ballot", "buckets", "buffers", "comm", "transport"), ("torch",)),
     "gather": Row(5, ("buckets", "buffers", "comm"), ("torch",)),
     "amp": Row(5, ("buckets", "buffers"), ("torch",)),
-    "clip": Row(5, ("buffers", "comm", "backends.torch_ops"), ("torch",)),
-    "parts": Row(4, ("layout", "pieces"), ("torch",)),
+    "clip": Row(5, ("buffers", "comm", "backends", "backends.torch_ops"), ("torch",)),
+    "parts": Row(4, ("dtensor", "layout", "pieces"), ("torch",)),
     "scratch": Row(2, ("main_grad",), ("torch",)),
     "plain": Row(1, (), ("torch",)),
     "loading": Row(1, (), ("torch",)),
     "inner": Row(5, ("buffers", "parts", "pieces", "scratch"), ("torch",)),
     "linear": Row(5, ("main_grad", "autograd", "backends"), ("torch",)),
     "adoption": Row(6, ("checks", "buffers", "arrival", "gather", "inner"), ("torch",)),
-    "probe": Row(6, ("inner", "scratch"), ("torch",)),
+    "probe": Row(6, ("dtensor", "inner", "scratch"), ("torch",)),
     "fused_step": Row(5, ("backends", "backends.offers", "buffers"), ("torch",)),
     "state_view": Row(6, ("inner", "pieces"), ("torch",)),
     "update": Row(6, ("buffers", "clip", "fused_step", "gather", "inner"), ("torch",)),
-    "state": Row(6, ("buffers", "inner", "loading", "parts", "plain"), ("torch",)),
+    "state": Row(6, ("dtensor", "buffers", "inner", "loading", "parts", "plain"), ("torch",)),
     "consolidation": Row(6, ("layout", "pieces", "parts", "comm"), ("torch",)),
     "stateful": Row(
         7,
@@ -104,24 +104,31 @@ TABLE = {
     "convert": Row(6, ("linear",), ("torch",)),
     "optimizer": Row(8, WIRED_BY_THE_OPTIMIZER, ("torch",)),
     "integrations": Row(9),
+    "integrations.versions": Row(1, (), ("torch",)),
     "integrations.arguments": Row(9, INTEGRATION_IMPORTS, ("torch",)),
-    "integrations.refusals": Row(9, (), ("torch",)),
+    "integrations.refusals": Row(9, ("integrations.versions",), ("torch",)),
     "integrations.resume": Row(9, INTEGRATION_IMPORTS, ("torch",), lazily=("accelerate",)),
     "integrations.trainer": Row(
         10,
-        (*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals", "integrations.resume"),
+        (
+            *(*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals", "integrations.resume"),
+            "integrations.versions",
+        ),
         ("torch",),
         lazily=("transformers", "accelerate"),
     ),
     "integrations.transformers": Row(
         11,
-        (*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals", "integrations.trainer"),
+        (
+            *(*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals", "integrations.trainer"),
+            "integrations.versions",
+        ),
         ("torch",),
         lazily=("transformers",),
     ),
     "integrations.accelerate": Row(
         11,
-        (*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals"),
+        (*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals", "integrations.versions"),
         ("torch",),
         lazily=("accelerate",),
     ),
@@ -132,7 +139,7 @@ TABLE[""] = Row(12, tuple(TABLE))  # fusedopt/__init__.py: the public names of a
 OPTIONAL_LIBRARIES = {"transformers", "accelerate", "yaml", "safetensors", "triton", "apex", "transformer_engine"}
 MAY_IMPORT_DISTRIBUTED = ("comm", "dtensor", "pieces")
 CORE = [name for name, row in TABLE.items() if row.level <= TABLE["optimizer"].level]
-CORE = [name for name in CORE if name not in (*ADAPTERS, *AROUND_ADAPTERS)]
+CORE = [name for name in CORE if name not in (*ADAPTERS, *AROUND_ADAPTERS, *INTEGRATIONS)]
 
 
 def module_of(path):
