@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test bench docs lint
+.PHONY: demo test test-floor bench docs lint
 
 $(VENV)/.installed: requirements-dev.txt setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +17,10 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The integrations on the oldest supported transformers, accelerate and PEFT, in .venv-floor.
+test-floor:
+	PYTHON=$(PYTHON) .ci/floor
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.run

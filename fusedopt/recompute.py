@@ -97,8 +97,8 @@ def _check(model: nn.Module, layers: list[tuple[str, Any]], granularity: str, sk
     for name, layer in layers:
         if getattr(layer, "gradient_checkpointing", False):
             raise ValueError(
-                f"gradient checkpointing of layer {name} is on already, and would recompute a second time; call "
-                "model.activation_checkpointing_disable() first (gradient_checkpointing_disable() in transformers 4)"
+                f"gradient checkpointing of layer {name} is on already, and would recompute a second time; call model."
+                "activation_checkpointing_disable() first (gradient_checkpointing_disable() in older transformers)"
             )
         for module in (layer, layer.self_attn):
             if "forward" in vars(module) and not hasattr(module, _SETTING):

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from fusedopt.config import MainGradConfig
 from fusedopt.integrations.arguments import FusedOptArguments, Owned
 from fusedopt.integrations.refusals import refuse_model
+from fusedopt.integrations.versions import require
 from fusedopt.optimizer import FusedMainGradOptimizer
 from fusedopt.replicas import broadcast_module
 
@@ -56,6 +57,7 @@ def prepare(
         TypeError, ValueError, RuntimeError: for a model, optimizer or ``Accelerator`` that cannot be trained so. What
             wrapping refuses comes after ``model`` was moved, and its layers prepared as the flags say.
     """
+    require("accelerate")
     if fusedopt_args is not None and settings:
         raise ValueError(f"prepare() was given fusedopt_args and {sorted(settings)}; give all of it as flags, or none")
     _refuse_objects(model, optimizer)

@@ -8,11 +8,14 @@ of them is imported.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+
+from fusedopt.integrations.versions import require_of
 
 _REDUCERS = {
     "DistributedDataParallel": "DistributedDataParallel, and would reduce gradients that main_grad already holds",
@@ -38,8 +41,10 @@ def refuse_model(model: nn.Module) -> None:
     """Raise unless ``model`` is a bare module with parameters that can have main_grad.
 
     Raises:
+        ImportError: for modules of a PEFT outside the supported range.
         TypeError: if DDP, FSDP or DeepSpeed holds it, or trainable weights are quantised.
     """
+    require_of(model)
     for name, module in model.named_modules():
         for cls in type(module).__mro__:
             if cls.__name__ in _REDUCERS:
@@ -106,6 +111,12 @@ def _owners(args: Any) -> Iterator[str]:
         )
     if getattr(args, "parallelism_config", None) is not None:
         yield "parallelism_config: fusedopt takes the mean over all ranks, as copies of one model; drop it"
+    num_started = int(os.environ.get("WORLD_SIZE", 1))
+    if num_started > 1 and args.world_size == 1:
+        yield (
+            f"torchrun started {num_started} ranks, and TrainingArguments takes this one for the only one: all would "
+            "read the same batches and write the same files. On CPUs add --use_cpu"
+        )
     if getattr(args, "n_gpu", 1) > 1:
         yield (
             f"{args.n_gpu} GPUs in one process are nn.DataParallel, whose copies have no main_grad. Start one process "

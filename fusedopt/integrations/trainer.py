@@ -23,6 +23,7 @@ from fusedopt.config import MainGradConfig
 from fusedopt.integrations import resume
 from fusedopt.integrations.arguments import FusedOptArguments, Owned
 from fusedopt.integrations.refusals import KnownParameters, refuse_model, refuse_optim, refuse_training_arguments
+from fusedopt.integrations.versions import require_trainer
 from fusedopt.optimizer import FusedMainGradOptimizer
 from fusedopt.replicas import broadcast_module
 
@@ -50,7 +51,7 @@ def trainer_config(fusedopt_args: FusedOptArguments, args: Any, *, trainer_clips
         Owned("gradient_average", True, "Trainer, which divides the loss itself,", True),
     )
     problems = []
-    names = ("activation_checkpointing", "gradient_checkpointing")  # of transformers 5 and of 4
+    names = ("activation_checkpointing", "gradient_checkpointing")  # the second, in older transformers
     if fusedopt_args.recompute and any(getattr(args, name, False) for name in names):
         problems.append(
             "recompute with the Trainer's own checkpointing: layers would recompute twice; drop one of them"
@@ -67,6 +68,7 @@ class FusedOptMixin(_Trainer):  # type: ignore[misc]
         **kwargs: of the Trainer.
 
     Raises:
+        ImportError: for transformers or accelerate outside the supported range.
         TypeError, ValueError: for a model, optimizer or ``TrainingArguments`` that cannot be trained so, and for
             every mismatch of settings; before training starts.
     """
@@ -78,6 +80,7 @@ class FusedOptMixin(_Trainer):  # type: ignore[misc]
     optimizer: Any
 
     def __init__(self, *args: Any, fusedopt_args: FusedOptArguments | None = None, **kwargs: Any) -> None:
+        require_trainer(FusedOptMixin, self)
         self.fusedopt_args = FusedOptArguments(main_grad=True) if fusedopt_args is None else fusedopt_args
         self._wrapper: FusedMainGradOptimizer | None = None
         self._known: KnownParameters | None = None

@@ -16,6 +16,7 @@ from torch import nn
 from fusedopt.integrations.arguments import FusedOptArguments
 from fusedopt.integrations.refusals import refuse_model, refuse_optim, refuse_training_arguments
 from fusedopt.integrations.trainer import FusedOptMixin, trainer_config
+from fusedopt.integrations.versions import require
 from fusedopt.optimizer import FusedMainGradOptimizer
 
 __all__ = ["FusedOptArguments", "FusedOptMixin", "FusedOptTrainer", "optimizer_factory"]  # noqa: F822 - see __getattr__
@@ -32,8 +33,10 @@ def optimizer_factory(args: Any, fusedopt_args: FusedOptArguments | None = None)
         fusedopt_args: the flags; default: main_grad. Without ``main_grad`` the optimizer stays bare.
 
     Raises:
+        ImportError: for transformers or accelerate outside the supported range.
         ValueError: for settings that do not fit together, and for several ranks, which need `FusedOptTrainer`.
     """
+    require("transformers", "accelerate")
     fusedopt_args = FusedOptArguments(main_grad=True) if fusedopt_args is None else fusedopt_args
     if fusedopt_args.main_grad:
         trainer_config(fusedopt_args, args, trainer_clips=True)
@@ -70,6 +73,7 @@ def __getattr__(name: str) -> Any:
     """Make `FusedOptTrainer` when it is first asked for: importing this module imports no transformers."""
     if name != "FusedOptTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require("transformers", "accelerate")
     from transformers import Trainer
 
     doc = "transformers' Trainer over fp32 main gradients; see `FusedOptMixin`."

@@ -294,7 +294,8 @@ def recomputing(model, kind):
         assert len(applied) == 2
         return model
     model.enable_input_require_grads()
-    model.activation_checkpointing_enable({"use_reentrant": kind.endswith("reentrant")})
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": kind.endswith("reentrant")})
     assert model.base_model.model.model.layers[0].gradient_checkpointing
     return model
 

@@ -101,6 +101,15 @@ def test_training_arguments_that_give_gradients_away_are_refused_all_at_once(arg
         assert all(problem in str(caught.value) for problem in problems)
 
 
+def test_ranks_that_the_trainer_takes_for_single_processes_are_refused(args, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it; on a CPU without use_cpu, accelerate looks away
+    assert args.world_size == 1
+    for make in (optimizer_factory, make_trainer):
+        with pytest.raises(ValueError, match="torchrun started 2 ranks") as caught:
+            make(args)
+        assert "--use_cpu" in str(caught.value)
+
+
 @pytest.mark.parametrize("plugin", ["is_fsdp_enabled", "is_deepspeed_enabled"])
 def test_what_accelerate_was_configured_for_is_refused(args, plugin):
     class Configured(Trainer):
