@@ -238,13 +238,16 @@ class InnerOptimizers:
         self._stepped.update(id(entry.param) for entry in entries if entry.has_grad)
         return result
 
-    def call(self, method: str) -> bool:
-        """Call ``method`` (train, eval) on the inner optimizers that have it; return whether any has."""
-        found = [getattr(opt, method) for opt in self.optimizers if callable(getattr(opt, method, None))]
+    def has(self, method: str) -> bool:
+        """Return whether an inner optimizer has ``method`` (train, eval)."""
+        return any(callable(getattr(opt, method, None)) for opt in self.optimizers)
+
+    def call(self, method: str) -> None:
+        """Call ``method`` on the inner optimizers that have it."""
         self.consolidated = None
-        for bound in found:
-            bound()
-        return bool(found)
+        for opt in self.optimizers:
+            if callable(getattr(opt, method, None)):
+                getattr(opt, method)()
 
     def main_of(self, key: Any) -> Any:
         """Return the main_param of model parameter ``key``, None where another rank has it; anything else unchanged."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from fusedopt.dtensor import is_dtensor, like, local_of
 from fusedopt.layout import Span
@@ -100,7 +101,12 @@ def placed(value: Any, param: Tensor, cut: Cut) -> Any:
             "torch.distributed.checkpoint does not take a DTensor parameter that a shard of data-parallel ranks cuts; "
             'use shard_by="parameter" or shard="none", or save optimizer.state_dict() on each rank'
         )
-    return _each(value, lambda tensor: like(param, tensor) if tuple(tensor.shape) == cut.shape else tensor)
+
+    def place(tensor: Tensor) -> Tensor:
+        # A storage object of its own: torch 2.13 cannot deepcopy two DTensors that share one, as main_params do.
+        return like(param, from_dlpack(tensor.detach())) if tuple(tensor.shape) == cut.shape else tensor
+
+    return _each(value, place)
 
 
 def take(value: Any, cut: Cut) -> Any:
