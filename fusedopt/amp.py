@@ -135,7 +135,7 @@ class Scalers:
     def _scale_hanging_(self, factor: Tensor) -> None:
         for entry in self._buffers.entries:
             if entry.param.grad is not None:
-                entry.param.grad.mul_(factor)  # exact: scales are powers of two
+                entry.param.grad.mul_(factor)  # exact where the scale is a power of two, as by default
 
     def _unscaler(self, *, is_step: bool) -> GradScaler | None:
         """Return the scaler whose work is to be done, if there is one: the same on all ranks."""
