@@ -37,6 +37,7 @@ from fusedopt.ballot import Ballot, Kind, Says
 from fusedopt.buckets import Bucket, Slot
 from fusedopt.buffers import Buffers
 from fusedopt.comm import DataParallelGroup
+from fusedopt.pipelines import StageEdits
 from fusedopt.transport import Parcel, Transport
 
 MAX_IN_FLIGHT = 2
@@ -75,6 +76,8 @@ class Reduction:
         self._ballot = Ballot(buffers)
         self._transport = Transport(comm, buffers)
         self._watch = BackwardWatch(self._backward_began, self._backward_ended)
+        self._stage_edits = StageEdits(buffers, self._settle_launched)
+        self._follow_stages()
         self._parcels: deque[Parcel] = deque()
         self._num_launched = 0  # in this round
         self._order: list[int] = []  # of the buckets in a round
@@ -141,6 +144,7 @@ class Reduction:
         bucket.is_dirty = True
         task = torch._C._current_graph_task_id()
         if task < 0:  # set by hand, and taken over outside of any backward
+            self._follow_stages()
             bucket.note_version()
             return
         self._watch.arrive(task)
@@ -162,6 +166,7 @@ class Reduction:
 
     def _backward_began(self) -> None:
         self._mind_failure()
+        self._follow_stages()
         self._num_arrivals = 0
         for bucket in self._buffers.buckets:
             bucket.num_awaited = bucket.last_arrival = 0
@@ -371,6 +376,14 @@ class Reduction:
         )
 
     # -- edits from outside
+
+    def _follow_stages(self) -> None:
+        if self._comm.world_size > 1:
+            self._stage_edits.listen()
+
+    def _settle_launched(self) -> None:
+        if self._num_launched:
+            self.sync(Kind.BACKWARD)
 
     def note_versions(self) -> None:
         """Note that gradients were last written by a backward, or by fusedopt."""

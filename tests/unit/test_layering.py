@@ -67,7 +67,7 @@ TABLE = {
     "backward": Row(1, (), ("torch",)),
     "pieces": Row(2, ("layout",), ("torch",), lazily=("torch.distributed",)),
     "buckets": Row(2, ("layout", "checks", "dtensor", "main_grad"), ("torch",)),
-    "replicas": Row(2, ("dtensor", "comm",), ("torch",)),
+    "replicas": Row(2, ("dtensor", "comm"), ("torch",)),
     "buffers": Row(4, ("layout", "dtensor", "buckets", "main_grad", "backends", "backends.torch_ops"), ("torch",)),
     "autograd": Row(4, ("main_grad", "backends"), ("torch",)),
     "arrival": Row(5, ("dtensor", "buckets", "buffers", "checks", "main_grad"), ("torch",)),
@@ -75,7 +75,10 @@ TABLE = {
     "window": Row(5, ("buffers",), ("torch",)),
     "ballot": Row(5, ("buckets", "buffers"), ("torch",)),
     "transport": Row(5, ("buckets", "buffers", "comm"), ("torch",)),
-    "reduction": Row(6, ("dtensor", "backward", "ballot", "buckets", "buffers", "comm", "transport"), ("torch",)),
+    "pipelines": Row(5, ("buffers", "backends.torch_ops")),
+    "reduction": Row(
+        6, ("dtensor", "backward", "ballot", "buckets", "buffers", "comm", "pipelines", "transport"), ("torch",)
+    ),
     "gather": Row(5, ("buckets", "buffers", "comm"), ("torch",)),
     "amp": Row(5, ("buckets", "buffers"), ("torch",)),
     "clip": Row(5, ("buffers", "comm", "backends", "backends.torch_ops"), ("torch",)),
