@@ -114,7 +114,7 @@ def _wrap(cls: Any, name: str, follow: Callable[..., Any]) -> None:
 
 
 def _give_back(cls: Any) -> None:
-    if _listeners:
+    if list(_listeners):  # its len() may count the one that is going
         return
     for name, (original, method) in _wrapped.items():
         if getattr(cls, name) is not method:  # somebody wrapped it once more: ours stays below, and does nothing
