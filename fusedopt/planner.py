@@ -43,6 +43,12 @@ class Cost:
         return self.model + self.main_grad + self.main_param + self.state
 
 
+def full_buckets(numel: int, bucket_numel: int) -> list[ParamSpec]:
+    """Return parameters of ``numel`` elements in all that fill buckets: for a model of which only the size is known."""
+    sizes = [bucket_numel] * (numel // bucket_numel) + [numel % bucket_numel]
+    return [ParamSpec("", size, 0) for size in sizes if size]
+
+
 def cost(
     specs: Sequence[ParamSpec],
     *,
