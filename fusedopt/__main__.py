@@ -35,7 +35,8 @@ OF_TENSOR_PARALLEL = (
 )
 OF_FSDP = (
     "Nor: FSDP2's own layer that is gathered (two with prefetch), its gradient, its buffers. Sent is what FSDP2 sends,",
-    "at most: for each micro-batch two gathers and one reduction in fp32 (reduce_dtype); fusedopt sends nothing.",
+    "at most: for each micro-batch two gathers, in the dtype of the model (with param_dtype in that one), and one",
+    "reduction, in fp32 (reduce_dtype); fusedopt sends nothing.",
 )
 
 

@@ -36,6 +36,7 @@ def plan(capsys, *flags):
         ((), {"none": 18.0, "optimizer": 18.0, "gradients": 18.0}),
         (("--ranks", "8"), {"none": 18.0, "optimizer": 7.5, "gradients": 4.0}),
         (("--model-dtype", "fp32"), {"none": 16.0, "optimizer": 16.0, "gradients": 16.0}),
+        (("--ranks", "8", "--model-dtype", "fp32"), {"none": 16.0, "optimizer": 9.0, "gradients": 5.5}),
         (("--ranks", "8", "--shard", "gradients", "--optimizer-state-bytes", "0"), {"gradients": 3.0}),
         (("--fsdp", "8"), {"FSDP2": 18 / 8}),
         (("--fsdp", "8", "--model-dtype", "float32"), {"FSDP2": 16 / 8}),
