@@ -6,8 +6,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-WARNING = "`is_gradient_checkpointing` is deprecated"
-"""PEFT asks transformers 5 for a property that it renamed."""
+WARNING = "`is_gradient_checkpointing` is deprecated|Model has `tie_word_embeddings=True`|Could not find a config file"
+"""PEFT asks transformers 5 for a property that it renamed; before 0.21 it takes an untied head for a tied one, and
+looks for the configuration of a model that has no folder."""
 
 VOCABULARY, LENGTH, MAX_NORM = 61, 10, 0.5
 TARGETS = ["q_proj", "v_proj", "down_proj"]

@@ -87,7 +87,9 @@ def prepare(
         bare_layers = FusedOptArguments(main_grad=True)  # they were prepared before torch.compile saw them
         optimizer = bare_layers.wrap(model, optimizer, dataclasses.replace(config, fused_linear=False))
     _Routes.install(accelerator)
-    return tuple(accelerator.prepare(prepared, optimizer, *others))
+    # Without the model: before 1.14 accelerate would prepare it a second time, with DistributedDataParallel.
+    ready = accelerator.prepare(optimizer, *others)
+    return (prepared, *ready) if others else (prepared, ready)
 
 
 def _config(accelerator: Any, flags: FusedOptArguments | None, settings: dict[str, Any]) -> MainGradConfig:

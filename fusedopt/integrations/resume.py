@@ -62,23 +62,30 @@ def _save_part(optimizer: FusedMainGradOptimizer, args: Any, folder: Path, save:
         torch.save(optimizer.state_dict(), part)
 
 
-def has_parts(checkpoint: str) -> bool:
-    """Return whether a checkpoint's optimizer was written in parts."""
-    return not (Path(checkpoint) / OPTIMIZER_NAME).is_file() and any(Path(checkpoint).glob(_ANY_PART))
+def is_ours_to_load(args: Any, checkpoint: str) -> bool:
+    """Return whether a checkpoint has an optimizer that a Trainer would not load, or not load well: see below."""
+    folder = Path(checkpoint)
+    if (folder / OPTIMIZER_NAME).is_file():
+        return bool(args.world_size > 1) and (folder / SCHEDULER_NAME).is_file()
+    return any(folder.glob(_ANY_PART))
 
 
-def load_part(optimizer: FusedMainGradOptimizer, scheduler: Any, args: Any, checkpoint: str) -> None:
-    """Load this rank's part, and the scheduler; all ranks call it.
+def load_on_all_ranks(optimizer: FusedMainGradOptimizer, scheduler: Any, args: Any, checkpoint: str) -> None:
+    """Load the whole, of which each rank takes its part, or this rank's part; and the scheduler. All ranks call it.
+
+    From the file, on the CPU: a Trainer would have every rank bring the whole to its device.
 
     Raises:
         FileNotFoundError: if another number of ranks wrote the parts, or one is missing.
     """
+    whole = Path(checkpoint) / OPTIMIZER_NAME
     part = Path(checkpoint) / _PART.format(rank=args.process_index, world_size=args.world_size)
-    if not part.is_file():
+    if not whole.is_file() and not part.is_file():
         found = sorted(path.name for path in Path(checkpoint).glob(_ANY_PART))
         raise FileNotFoundError(
             f"{checkpoint} has the optimizer in parts, {found}, and not {part.name}. Resume on as many ranks as saved "
             "it; checkpoints written with save_optimizer_whole = True load on any number"
         )
-    optimizer.load_state_dict(torch.load(part, map_location="cpu", weights_only=True))
+    file = whole if whole.is_file() else part
+    optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
     scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))

@@ -205,10 +205,10 @@ class FusedOptMixin(_Trainer):  # type: ignore[misc]
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._wrapper is None or checkpoint is None or not resume.has_parts(checkpoint):
+        if self._wrapper is None or checkpoint is None or not resume.is_ours_to_load(self.args, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
-            resume.load_part(self._wrapper, self.lr_scheduler, self.args, checkpoint)
+            resume.load_on_all_ranks(self._wrapper, self.lr_scheduler, self.args, checkpoint)
 
 
 def _sharded_scaler(accelerator: Any) -> Any:

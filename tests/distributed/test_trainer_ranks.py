@@ -238,7 +238,8 @@ def train_others(rank, folder):
         outcomes["scaler", shard] = cases.outcome_of(trainer)
 
         at(f"schedule-free {shard}")
-        changed = {"optim": "schedule_free_adamw", "eval_strategy": "steps", "eval_steps": 1}
+        # Unclipped: norms of shards agree within rounding, and only then are the rest bit-equal.
+        changed = {"optim": "schedule_free_adamw", "max_grad_norm": 0.0, "eval_strategy": "steps", "eval_steps": 1}
         trainer = make_trainer(cases.make_model(), folder, {"main_grad_shard": shard}, **changed)
         trainer.train()
         outcomes["schedule-free", shard] = cases.outcome_of(trainer)
@@ -272,9 +273,14 @@ def test_scalers_schedule_free_and_frozen_weights_on_two_ranks(tmp_path):
 
         found = first["schedule-free", shard]
         assert len(first["schedule-free loss", shard]) == NUM_WINDOWS
-        assert first["schedule-free loss", shard] == first["schedule-free loss", "none"]
-        cases.assert_same(found, first["schedule-free", "none"])
-        assert found.norms == first["schedule-free", "none"].norms
+        unsharded = first["schedule-free", "none"]
+        assert found.norms == pytest.approx(unsharded.norms, rel=2 * cases.NORM_BOUND)
+        if shard != "gradients":
+            assert first["schedule-free loss", shard] == first["schedule-free loss", "none"]
+            cases.assert_same(found, unsharded)
+        for name, main in unsharded.mains.items():  # ranks are summed in every backward: other last bits of a gradient
+            assert torch.isfinite(main).all()
+            assert (found.mains[name] - main).abs().max() < cases.LEARNING_RATE / 1000, name  # of a step
 
         found = first["sync_each_batch", shard]
         assert found.norms == pytest.approx(reference_of(False, found.norms, max_norm=None).norms, rel=1e-5)

@@ -19,7 +19,7 @@ import fusedopt
 from fusedopt import FusedMainGradOptimizer
 from fusedopt.integrations.accelerate import prepare
 
-pytestmark = pytest.mark.filterwarnings(f"ignore:{peft_cases.WARNING}:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(f"ignore:{peft_cases.WARNING}")
 
 
 def with_an_empty_group(params):
