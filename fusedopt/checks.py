@@ -192,10 +192,11 @@ def check_engines(named: Sequence[tuple[str, Tensor]], shard: str) -> bool:
 
     Raises:
         ValueError: for FSDP2 with a shard of ours, or for a part of the parameters only.
-        RuntimeError: naming a parameter that an engine replaced after the optimizer was made.
+        RuntimeError: naming a parameter that an engine replaced after the optimizer was made, or untied from another.
     """
     trainable = [(name, param) for name, param in named if param.requires_grad]
     _refuse_orphans(trainable)
+    _refuse_untied(trainable)
     held = dtensor.held_by_fsdp(param for _, param in trainable)
     if not held:
         return False
@@ -211,6 +212,20 @@ def check_engines(named: Sequence[tuple[str, Tensor]], shard: str) -> bool:
             "gradient. Apply fully_shard to the whole model, too, or give that parameter an optimizer of its own"
         )
     return True
+
+
+def _refuse_untied(trainable: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise if one of two tied parameters became a DTensor, and the other did not: each would train by itself."""
+    placed = [(name, param) for name, param in trainable if dtensor.is_dtensor(param)]
+    plain = [(name, param) for name, param in trainable if not dtensor.is_dtensor(param)] if placed else []
+    for name, param in plain:
+        for other, copied in placed:
+            if dtensor.is_copy(copied, param):
+                raise RuntimeError(
+                    f"parameter {other} is a DTensor with the values of {name}, which is plain: they were tied, and "
+                    "only one of them was parallelised. Parallelise both with one plan, and tie them again "
+                    "(model.tie_weights()) before making the optimizer"
+                )
 
 
 def _refuse_orphans(trainable: Sequence[tuple[str, Tensor]]) -> None:

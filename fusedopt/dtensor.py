@@ -145,6 +145,21 @@ def held_by_fsdp(params: Iterable[Tensor]) -> set[int]:
     return {id(holder.sharded_param) for holder in holders} & ours
 
 
+def is_copy(param: Tensor, plain: Tensor) -> bool:
+    """Return whether the DTensor ``param`` holds the values of the plain ``plain``: they were tied before it was made.
+
+    Looks at this rank's part; values that are all equal, as fresh norms have them, say nothing.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # private to torch 2.13
+
+    placed: Any = param
+    if param.shape != plain.shape or param.dtype is not plain.dtype or plain.ndim < 2 or param.is_meta:
+        return False
+    sizes, offsets = compute_local_shape_and_global_offset(param.shape, placed.device_mesh, placed.placements)
+    part = plain.detach()[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+    return part.numel() > 0 and bool((part != part.flatten()[0]).any()) and torch.equal(part, local_of(param).detach())
+
+
 def numel_of(param: Tensor) -> int:
     """Return how many elements of ``param`` this rank holds."""
     return local_of(param).numel()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedopt.buffers import Entry
+from fusedopt.dtensor import is_dtensor
 from fusedopt.parts import Cut, placed, take, wrap
 from fusedopt.pieces import to_checkpoint
 from fusedopt.scratch import global_step_hooks_muted, state_to_come
@@ -271,12 +272,19 @@ class InnerOptimizers:
 
         Raises:
             RuntimeError: naming the parameter, if its state is not known before its first step.
+            ValueError: naming a DTensor parameter that a shard splits once more.
         """
         entry, main = self._entry_of.get(id(param)), self.main_of(param)
         home = self.home_of(main)
         state = dict(home.state.get(main, {}))
         if entry is None:
             return state
+        if is_dtensor(param) and entry.bucket.model is not None:
+            raise ValueError(
+                f"torch.distributed.checkpoint cannot put the state of DTensor parameter {entry.slot.name} together, "
+                'which a shard of data-parallel ranks splits once more; use shard="none", or save optimizer.state_dict() on '
+                "each rank"
+            )
         name, cut, has_state = entry.slot.name, cut_of(entry), bool(state)
         if main is None:  # known by name on every rank: torch looks for the device of what it loads
             nothing = to_checkpoint(entry.bucket.grad_part[:0], cut.shape, cut.strides, None)

@@ -89,18 +89,9 @@ def wrap(value: Any, cut: Cut) -> Any:
 
 
 def placed(value: Any, param: Tensor, cut: Cut) -> Any:
-    """Return state of a DTensor parameter with tensors of its local part as DTensors; of a plain one, as it is.
-
-    Raises:
-        ValueError: if a shard cuts through the local part, which torch.distributed.checkpoint could not put together.
-    """
+    """Return state of a DTensor parameter with tensors of its local part as DTensors; of a plain one, as it is."""
     if not is_dtensor(param):
         return value
-    if cut.is_partial:
-        raise ValueError(
-            "torch.distributed.checkpoint does not take a DTensor parameter that a shard of data-parallel ranks cuts; "
-            'use shard_by="parameter" or shard="none", or save optimizer.state_dict() on each rank'
-        )
 
     def place(tensor: Tensor) -> Tensor:
         # A storage object of its own: torch 2.13 cannot deepcopy two DTensors that share one, as main_params do.

@@ -59,7 +59,9 @@ class ShardBy:
                 f"number {i} of its group" for i in range(len(params))
             ]
             cut = [name for name, param in zip(names, params, strict=True) if is_cut(param)]
-            if (is_sharded or cut) and self(index) == "parameter" and cut:
+            if is_sharded:
+                self(index)
+            if cut and shard_by(self._inner, "auto", index) == "parameter":
                 raise ValueError(
                     f"{type(self._inner.optimizer_of(index)).__name__} works on whole matrices, and of parameter "
                     f"{cut[0]} this rank has a part (DTensor). Give such parameters an element-wise optimizer (AdamW), "

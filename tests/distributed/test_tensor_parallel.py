@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -232,13 +233,50 @@ def refusals(rank):
     early = torch.optim.AdamW(late.named_parameters())
     parallelize_module(late, mesh["tp"], plan(False))
     refuse(RuntimeError, lambda: early, device_mesh=mesh["dp"])
+    tied = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16, bias=False))
+    tied[1].weight = tied[0].weight
+    parallelize_module(tied, mesh["tp"], {"1": ColwiseParallel()})
+    refuse(RuntimeError, lambda: torch.optim.AdamW(tied.named_parameters()), device_mesh=mesh["dp"])
+    for shard in ("optimizer", "gradients"):
+        model, _ = make(mesh, torch.float32, False)
+        settings = {"device_mesh": mesh["dp"], "shard": shard, "shard_by": "parameter"}
+        optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.AdamW(model.named_parameters()), **settings)
+        with pytest.raises(ValueError, match=r"cannot put the state of DTensor parameter .* together"):
+            get_optimizer_state_dict(model, optimizer)
     return said
 
 
+def two_meshes(rank):
+    """Layers on meshes of their own: over each, its elements are counted once."""
+    meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("one", "other")]
+    alone = mesh_of(2)["dp"]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
+    reference = copy.deepcopy(model)
+    for name, mesh in zip("01", meshes, strict=True):
+        parallelize_module(model, mesh, {name: ColwiseParallel(output_layouts=Replicate())})
+    optimizer = fusedopt.FusedMainGradOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=1.0, device_mesh=alone
+    )
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).double()
+    model(x.clone().requires_grad_()).square().sum().backward()
+    reference(x).square().sum().backward()
+    optimizer.step()
+    return optimizer.grad_norm.item(), torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()]).item()
+
+
+def test_layers_on_different_meshes_have_one_norm():
+    for found, expected in run(two_meshes, 2):
+        assert expected > 1.0
+        assert found == pytest.approx(expected, rel=DOUBLE_BOUND)
+
+
 def test_what_cannot_work_says_which_parameter_and_what_to_do():
-    for all_ranks, matrix, orphan in run(refusals, 4):
+    for all_ranks, matrix, orphan, untied in run(refusals, 4):
         assert "no data-parallel replicas" in all_ranks
         assert "device_mesh=mesh['dp']" in all_ranks
         assert "Muon works on whole matrices" in matrix
         assert "parameter up.weight is in no live module" in orphan
         assert "Parallelise first, then make the optimizer" in orphan
+        assert "parameter 1.weight is a DTensor with the values of 0.weight, which is plain" in untied
+        assert "tie_weights" in untied
