@@ -282,8 +282,8 @@ class InnerOptimizers:
         if is_dtensor(param) and entry.bucket.model is not None:
             raise ValueError(
                 f"torch.distributed.checkpoint cannot put the state of DTensor parameter {entry.slot.name} together, "
-                'which a shard of data-parallel ranks splits once more; use shard="none", or save optimizer.state_dict() on '
-                "each rank"
+                'which a shard of data-parallel ranks splits once more; use shard="none", or save '
+                "optimizer.state_dict() on each rank"
             )
         name, cut, has_state = entry.slot.name, cut_of(entry), bool(state)
         if main is None:  # known by name on every rank: torch looks for the device of what it loads
