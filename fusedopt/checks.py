@@ -234,19 +234,19 @@ def _refuse_orphans(trainable: Sequence[tuple[str, Tensor]]) -> None:
     if not plain or not dtensor.is_loaded() or not _has_process_group():
         return
     held: set[int] = set()
-    has_dtensors = False
+    replacements: set[tuple[torch.Size, torch.dtype]] = set()
     for module in gc.get_objects():
         if issubclass(type(module), nn.Module):
             params = [param for param in vars(module).get("_parameters", {}).values() if param is not None]
             held.update(id(param) for param in params)
-            has_dtensors = has_dtensors or any(dtensor.is_dtensor(param) for param in params)
-    orphans = [name for name, param in plain if id(param) not in held]
-    if has_dtensors and orphans:
-        raise RuntimeError(
-            f"parameter {orphans[0]} is in no live module, and there are modules with DTensor parameters: "
-            "parallelize_module or fully_shard replaced it after the optimizer was made. Parallelise first, then make "
-            "the optimizer from model.parameters(), then wrap"
-        )
+            replacements.update((param.shape, param.dtype) for param in params if dtensor.is_dtensor(param))
+    for name, param in plain:
+        if id(param) not in held and (param.shape, param.dtype) in replacements:
+            raise RuntimeError(
+                f"parameter {name} is in no live module, and there is one with a DTensor parameter of its shape: "
+                "parallelize_module or fully_shard replaced it after the optimizer was made. Parallelise first, then "
+                "make the optimizer from model.parameters(), then wrap"
+            )
 
 
 def refuse_ddp(params: Sequence[Tensor]) -> None:
