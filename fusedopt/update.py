@@ -103,14 +103,16 @@ class Update:
         return result
 
     def switch(self, groups: Sequence[Group], method: str) -> None:
-        """Call ``train`` or ``eval`` on the inner optimizers that have it, and refresh the model; else do nothing."""
-        if not self._inner.has(method):  # a Trainer calls this around every micro-batch
+        """Call ``train`` or ``eval`` on the inner optimizers that have it, and refresh the model."""
+        has_it = self._inner.has(method)
+        if method == "train" and not has_it:  # a Trainer calls it before every micro-batch; gathers are to overlap
             return
         self.begin(groups)
-        self._inner.call(method)
-        self._buffers.write_back(everything=True)
-        self._gather.start(may_overlap=False)
-        self._inner.agree(groups)
+        if has_it:
+            self._inner.call(method)
+            self._buffers.write_back(everything=True)
+            self._gather.start(may_overlap=False)
+            self._inner.agree(groups)
 
     def _runs_on_device(self) -> bool:
         return (
