@@ -54,10 +54,10 @@ def prepare(
         ``(model, optimizer, *others)``, prepared; the wrapper is the prepared optimizer's ``.optimizer``.
 
     Raises:
+        ImportError: for accelerate or PEFT outside the supported range.
         TypeError, ValueError, RuntimeError: for a model, optimizer or ``Accelerator`` that cannot be trained so. What
             wrapping refuses comes after ``model`` was moved, and its layers prepared as the flags say.
     """
-    require("accelerate")
     if fusedopt_args is not None and settings:
         raise ValueError(f"prepare() was given fusedopt_args and {sorted(settings)}; give all of it as flags, or none")
     _refuse_objects(model, optimizer)
@@ -206,6 +206,7 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _refuse_objects(model: Any, optimizer: Any) -> None:
+    require("accelerate")
     from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
