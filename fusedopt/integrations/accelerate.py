@@ -54,8 +54,8 @@ def prepare(
         ``(model, optimizer, *others)``, prepared; the wrapper is the prepared optimizer's ``.optimizer``.
 
     Raises:
-        ImportError, TypeError, ValueError, RuntimeError: for versions, a model, optimizer or ``Accelerator`` that cannot
-            train so. What wrapping refuses comes after ``model`` was moved, and its layers prepared as the flags say.
+        ImportError, TypeError, ValueError, RuntimeError: for versions, a model, optimizer or ``Accelerator`` that
+            cannot train so. What wrapping refuses comes after ``model`` was moved and its layers prepared by the flags.
     """
     if fusedopt_args is not None and settings:
         raise ValueError(f"prepare() was given fusedopt_args and {sorted(settings)}; give all of it as flags, or none")
