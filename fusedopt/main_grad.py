@@ -80,7 +80,10 @@ def follow_writer(main_grad: Any, *, will_write: bool) -> None:
         main_grad: of a parameter; carries ``writer``, the stream, from the first addition of a backward to its arrival.
         will_write: whether the current stream is about to add; else this is the arrival.
     """
-    stream, writer = current_stream(main_grad), getattr(main_grad, "writer", None)
+    writer = getattr(main_grad, "writer", None)
+    if writer is None and not will_write:  # every arrival of a plain layer comes by here
+        return
+    stream = current_stream(main_grad)
     if writer is not None and writer != stream:
         stream.wait_stream(writer)
     main_grad.writer = stream if will_write else None
