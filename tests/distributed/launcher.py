@@ -96,6 +96,7 @@ class _Rank:
         self.log = folder / f"rank{rank}.log"
         self.outcome: tuple[str, bytes, str] | None = None  # "result" or "error", pickled, traceback
         self.doing = "starting"
+        self.has_died = False
         self.connection, theirs = context.Pipe(duplex=False)
         # The function by name and the arguments as bytes: a rank that cannot import or read them reports that.
         job = (fn.__module__, fn.__qualname__, pickle.dumps(args))
@@ -109,6 +110,7 @@ class _Rank:
             message = pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             self.process.join(GRACE_SECONDS)
+            self.has_died = True
             text = f"rank {self.rank} died with exit code {self.process.exitcode} while {self.doing}"
             message = ("error", pickle.dumps(RuntimeError(text)), text)
         if message[0] == "at":
@@ -147,7 +149,9 @@ def _wait(ranks: list[_Rank], timeout: float) -> None:
         for item in ready:
             rank = waiting[item]
             rank.receive()
-            if first_failed is None and rank.outcome is not None and rank.outcome[0] == "error":
+            has_failed = rank.outcome is not None and rank.outcome[0] == "error"
+            # Others may lose their connection to a rank that died before its end is seen here: it comes first.
+            if has_failed and (first_failed is None or (rank.has_died and not first_failed.has_died)):
                 first_failed = rank
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if not ready:
