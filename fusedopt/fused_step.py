@@ -64,9 +64,11 @@ class FusedSteps:
 
     def _plan(self, optimizer: Optimizer, *, is_on_device: bool) -> list[Any] | None:
         """Return calls to make; None if anything about ``optimizer`` needs its own step."""
+        if not any(bucket.backend.fused_step_ for bucket in self._buffers.buckets):  # as under "auto", in every step
+            return None
         entry_of = {id(entry.main_param): entry for entry in self._buffers.entries if entry.main_param is not None}
         hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-        if not any(e.bucket.backend.fused_step_ for e in entry_of.values()) or any(hooks):
+        if any(hooks):
             return None
         plan = []
         for group in optimizer.param_groups:
@@ -123,7 +125,9 @@ def spans_of(
         states: one per entry, the inner optimizer's.
     """
     is_adam = isinstance(rule, AdamRule)
-    keys = ("exp_avg", "exp_avg_sq") if is_adam else ("momentum_buffer",) if rule.momentum else ()  # type: ignore[union-attr]
+    keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if is_adam else ()
+    if isinstance(rule, SgdRule) and rule.momentum:
+        keys = ("momentum_buffer",)
     rows = []
     for entry, state in zip(entries, states, strict=True):
         row = [entry.main_param, entry.grad_part, *(state.get(key) for key in keys)]
