@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedopt.arrival import Arrival
 from fusedopt.buffers import Buffers, Entry
@@ -82,11 +84,16 @@ class Adoption:
         self.entries.update((id(entry.param), entry) for entry in entries)
 
     def release(self) -> None:
-        """Give every parameter back as torch made it, and the inner optimizers their model parameters."""
-        self._gather.finish()
-        self._inner.release()
-        self._arrival.release()
-        self._buffers.release()
-        self.entries.clear()
-        self._frozen.clear()
-        self.unfrozen.clear()
+        """Give every parameter back as torch made it, and the inner optimizers their model parameters.
+
+        The garbage collector calls this wherever it runs: while torch.compile traces over fake tensors, in inference
+        mode. What those change about tensors is not meant for ours.
+        """
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            self._gather.finish()
+            self._inner.release()
+            self._arrival.release()
+            self._buffers.release()
+            self.entries.clear()
+            self._frozen.clear()
+            self.unfrozen.clear()

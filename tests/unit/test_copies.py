@@ -1,5 +1,6 @@
 """Claims about copies: deepcopy, pickle, unwrap, and wrappers that are dropped."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -9,6 +10,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import StepLR
 
 from fusedopt import FusedMainGradOptimizer
@@ -542,6 +544,34 @@ def test_a_wrapper_in_a_cycle_is_collected_and_a_new_one_takes_its_place():
     assert net.first.weight.grad is None
     del second
     assert remember(net) == before
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [FakeTensorMode, torch.inference_mode, lambda: torch.device("meta"), lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["fake tensors", "inference mode", "meta device", "autocast"],
+)
+@pytest.mark.parametrize("is_dropped", [True, False], ids=["dropped", "unwrapped"])
+def test_a_wrapper_goes_in_whatever_mode_torch_is(mode, is_dropped):
+    """The collector runs where it likes: it once did while torch.compile traced another model."""
+
+    def left(mode):
+        net = Net()
+        optimizer = FusedMainGradOptimizer(adamw(net))
+        train(net, optimizer, range(3))
+        loss_of(net, 3).backward()
+        with mode():
+            if not is_dropped:
+                optimizer.unwrap()
+            del optimizer
+        assert not any(param.grad.is_inference() or param.is_inference() for param in net.parameters())
+        values = frozen([list(net.parameters()), [param.grad for param in net.parameters()]])
+        bare = adamw(net)
+        bare.step()
+        train(net, bare, range(4, 6))
+        return values, frozen(list(net.parameters()))
+
+    assert left(mode) == left(contextlib.nullcontext)
 
 
 def test_model_and_wrapper_are_freed_together():
