@@ -33,6 +33,10 @@ OF_TENSOR_PARALLEL = (
     "Nor: parameters that are not split (norms, often embeddings), which every rank holds whole, and what tensor",
     "parallel layers send, which is torch's and stays as it is.",
 )
+OF_PIPELINE = (
+    "Nor: that stages differ, as the first and the last, which have the embedding and the head; nor what stages send each",
+    'other. "none" sends that much in every micro-batch, unless schedule.step() runs under no_sync().',
+)
 OF_FSDP = (
     "Nor: FSDP2's own layer that is gathered (two with prefetch), its gradient, its buffers. Sent is what FSDP2 sends,",
     "at most: for each micro-batch two gathers, in the dtype of the model (with param_dtype in that one), and one",
@@ -71,6 +75,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--micro-batches", type=_whole(1), default=1, metavar="K", help="backwards of a rank in a step; default 1")
     add("--bucket-mib", type=_whole(1), default=MainGradConfig.from_env().bucket_mib, metavar="MIB", help="of fp32")
     add("--tensor-parallel", type=_whole(1), default=1, metavar="T", help="ranks that split each data-parallel model")
+    add("--pipeline-parallel", type=_whole(1), default=1, metavar="P", help="stages that each such model is cut in")
     add("--fsdp", type=_whole(1), default=0, metavar="W", help="ranks of fully_shard, in the place of --ranks")
 
 
@@ -98,8 +103,8 @@ def _check_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     """Exit with a message where settings do not go together."""
     if args.fsdp and args.shard not in (None, "none"):
         parser.error(f"--shard {args.shard} with --fsdp: FSDP2 shards by itself, and fusedopt refuses to; drop --shard")
-    if args.fsdp and (args.ranks > 1 or args.tensor_parallel > 1):
-        parser.error("--fsdp counts all ranks that hold a part; drop --ranks and --tensor-parallel, or plan without it")
+    if args.fsdp and args.ranks > 1:
+        parser.error("--fsdp counts all data-parallel ranks; drop --ranks, or plan without it")
     if args.bucket_mib > 4096:
         parser.error(f"--bucket-mib {args.bucket_mib}: a bucket has at most 4096 MiB")
 
@@ -108,20 +113,28 @@ def _plan(args: argparse.Namespace) -> list[str]:
     """Return the lines to print."""
     nbytes = MODEL_NBYTES[args.model_dtype]
     state = args.optimizer_state_bytes
+    numel = -(-args.params // (args.tensor_parallel * args.pipeline_parallel))
     if args.fsdp:
-        rows = [("FSDP2", _fsdp_cost(args))]
-        ranks = _counted(args.fsdp, "rank")
+        rows = [("FSDP2", _fsdp_cost(args, numel))]
+        ranks = _counted(args.fsdp, "rank") + " of fully_shard"
     else:
         shards = [args.shard] if args.shard else SHARDS
-        rows = [(shard, _cost(args, -(-args.params // args.tensor_parallel), shard, args.ranks)) for shard in shards]
+        rows = [(shard, _cost(args, numel, shard, args.ranks)) for shard in shards]
         ranks = _counted(args.ranks, "data-parallel rank")
-        ranks += f" x {args.tensor_parallel} tensor-parallel" if args.tensor_parallel > 1 else ""
-    notes = [*NOT_COUNTED, *(OF_FSDP if args.fsdp else OF_TENSOR_PARALLEL if args.tensor_parallel > 1 else ())]
+    ranks += f" x {args.tensor_parallel} tensor-parallel" if args.tensor_parallel > 1 else ""
+    ranks += f" x {_counted(args.pipeline_parallel, 'stage')}" if args.pipeline_parallel > 1 else ""
+    digits = 2 if max(found.total for _, found in rows) >= args.params else 4
+    notes = [
+        *NOT_COUNTED,
+        *(OF_TENSOR_PARALLEL if args.tensor_parallel > 1 else ()),
+        *(OF_PIPELINE if args.pipeline_parallel > 1 else ()),
+        *(OF_FSDP if args.fsdp else ()),
+    ]
     return [
         f"{args.params:,} parameters of {nbytes} bytes, {state} bytes of optimizer state each; {ranks}; "
         f"{_counted(args.micro_batches, 'micro-batch')} a step",
         "",
-        *_table([("shard", *COLUMNS), *((name, *_cells(found, args.params)) for name, found in rows)]),
+        *_table([("shard", *COLUMNS), *((name, *_cells(found, args.params, digits)) for name, found in rows)]),
         "",
         *notes,
     ]
@@ -145,17 +158,17 @@ def _cost(args: argparse.Namespace, numel: int, shard: str, num_ranks: int) -> C
     )
 
 
-def _fsdp_cost(args: argparse.Namespace) -> Cost:
-    """Return the cost of what `fully_shard` leaves on each of its ranks, and of what it sends."""
-    local = _cost(args, -(-args.params // args.fsdp), "none", 1)
-    sends = _cost(args, args.params, "gradients", args.fsdp)  # reduces for each micro-batch, gathers once in a step
+def _fsdp_cost(args: argparse.Namespace, numel: int) -> Cost:
+    """Return the cost of what `fully_shard` leaves of ``numel`` on each of its ranks, and of what it sends."""
+    local = _cost(args, -(-numel // args.fsdp), "none", 1)
+    sends = _cost(args, numel, "gradients", args.fsdp)  # reduces for each micro-batch, gathers once in a step
     return replace(local, reduce_nbytes=sends.reduce_nbytes, gather_nbytes=2 * args.micro_batches * sends.gather_nbytes)
 
 
-def _cells(found: Cost, num_params: int) -> list[str]:
+def _cells(found: Cost, num_params: int, digits: int) -> list[str]:
     held = (found.model, found.main_grad, found.main_param, found.state, found.total)
     sizes = (found.total, found.reduce_nbytes, found.gather_nbytes)
-    return [*(f"{nbytes / num_params:.2f}" for nbytes in held), *(f"{nbytes / GIB:.2f}" for nbytes in sizes)]
+    return [*(f"{nbytes / num_params:.{digits}f}" for nbytes in held), *(f"{nbytes / GIB:.2f}" for nbytes in sizes)]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -41,6 +41,9 @@ def plan(capsys, *flags):
         (("--fsdp", "8"), {"FSDP2": 18 / 8}),
         (("--fsdp", "8", "--model-dtype", "float32"), {"FSDP2": 16 / 8}),
         (("--ranks", "4", "--tensor-parallel", "2"), {"none": 9.0, "optimizer": 4.5, "gradients": 3.0}),
+        (("--ranks", "4", "--pipeline-parallel", "2"), {"none": 9.0, "optimizer": 4.5, "gradients": 3.0}),
+        (("--tensor-parallel", "4", "--pipeline-parallel", "8", "--shard", "none"), {"none": 18 / 32}),
+        (("--fsdp", "2", "--tensor-parallel", "2", "--pipeline-parallel", "2"), {"FSDP2": 18 / 8}),
     ],
 )
 def test_bytes_per_parameter_are_those_of_the_contract(capsys, flags, sums):
@@ -63,6 +66,9 @@ def test_what_is_sent_are_the_lower_bounds(capsys):
     }
     _, table = plan(capsys, *flags, "--fsdp", str(num_ranks))
     assert (table["FSDP2"]["gradients sent"], table["FSDP2"]["parameters sent"]) == (4 * k * part, 2 * k * 2 * part)
+    _, stage = plan(capsys, *flags, "--fsdp", str(num_ranks), "--pipeline-parallel", "2")
+    for column in ("gradients sent", "parameters sent"):
+        assert stage["FSDP2"][column] == table["FSDP2"][column] / 2
 
 
 # -- beside what was allocated
@@ -82,6 +88,9 @@ def allocated(rank, engine, dtype, shard):
     elif engine == "tensor":
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    elif engine == "pipeline":  # what a stage holds: of two equal layers, one
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
+        model = model[rank]
     optimizer = fusedopt.FusedMainGradOptimizer(
         torch.optim.Adam(model.parameters()), shard=shard, device_mesh=None if mesh is None else mesh["dp"]
     )
@@ -114,6 +123,7 @@ def test_one_rank_allocates_what_was_planned(capsys, dtype):
         ("none", "gradients", ("--ranks", "2", "--shard", "gradients")),
         ("fsdp", "none", ("--fsdp", "2")),
         ("tensor", "none", ("--tensor-parallel", "2", "--shard", "none")),
+        ("pipeline", "none", ("--pipeline-parallel", "2", "--shard", "none")),
     ],
 )
 def test_two_ranks_allocate_what_was_planned(capsys, engine, shard, flags):
@@ -136,6 +146,11 @@ def test_what_is_not_counted_is_said(capsys):
     assert "norms" not in plan(capsys, "--params", "1M")[0]
     assert "norms" in plan(capsys, "--params", "1M", "--tensor-parallel", "2")[0]
     assert "layer that is gathered" in plan(capsys, "--params", "1M", "--fsdp", "2")[0]
+    assert "stages differ" not in plan(capsys, "--params", "1M", "--fsdp", "2")[0]
+    both, _ = plan(capsys, "--params", "1M", "--pipeline-parallel", "2", "--tensor-parallel", "4")
+    assert "1 data-parallel rank x 4 tensor-parallel x 2 stages" in both
+    assert "stages differ" in both
+    assert "norms" in both
 
 
 @pytest.mark.parametrize(
@@ -148,7 +163,7 @@ def test_what_is_not_counted_is_said(capsys):
         (("--params", "8B", "--bucket-mib", "8192"), "--bucket-mib 8192", "at most 4096 MiB"),
         (("--params", "8B", "--model-dtype", "int8"), "'int8'", "bf16"),
         (("--params", "8B", "--fsdp", "2", "--shard", "optimizer"), "--shard optimizer with --fsdp", "drop --shard"),
-        (("--params", "8B", "--fsdp", "2", "--ranks", "2"), "--fsdp counts all ranks", "drop --ranks"),
+        (("--params", "8B", "--fsdp", "2", "--ranks", "2"), "--fsdp counts all data-parallel ranks", "drop --ranks"),
     ],
 )
 def test_wrong_input_is_refused_with_the_remedy(capsys, flags, found, remedy):
@@ -170,3 +185,14 @@ def test_the_numbers_of_the_page_are_those_of_the_command(capsys):
     for command, output in shown:
         assert main(command.split()) == 0
         assert capsys.readouterr().out.strip() == output.strip(), command
+
+
+def test_each_size_of_the_page_fits_as_it_says(capsys):
+    page = (ROOT / "docs/parallel.md").read_text()
+    rows = re.findall(r"^\| \d+B \| (.*) \| .* \| `(.*)` \| ([\d.]+) \|$", page, flags=re.M)
+    assert len(rows) >= 6
+    for ranks, flags, nbytes in rows:
+        _, table = plan(capsys, *flags.split())
+        assert [row["GiB in all"] for row in table.values()] == [float(nbytes)], flags
+        found = [int(n) for n in re.findall(r"--(?:ranks|fsdp|tensor-parallel|pipeline-parallel) (\d+)", flags)]
+        assert sorted(found or [1]) == sorted(map(int, ranks.split(" x "))), flags
