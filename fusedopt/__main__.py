@@ -34,7 +34,7 @@ OF_TENSOR_PARALLEL = (
     "parallel layers send, which is torch's and stays as it is.",
 )
 OF_PIPELINE = (
-    "Nor: that stages differ, as the first and the last, which have the embedding and the head; nor what stages send each",
+    "Nor: that stages differ, as the first and the last with the embedding and the head; nor what stages send each",
     'other. "none" sends that much in every micro-batch, unless schedule.step() runs under no_sync().',
 )
 OF_FSDP = (
