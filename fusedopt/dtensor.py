@@ -109,8 +109,25 @@ def place_of(tensor: Tensor) -> str:
     if not is_dtensor(tensor):
         return ""
     placed: Any = tensor
-    spans = [f"{p} {c}" for p, c in zip(placed.placements, placed.device_mesh.get_coordinate(), strict=True)]
-    return ", ".join(span for span, p in zip(spans, placed.placements, strict=True) if p.is_shard()) or "whole"
+    places = zip(placed.placements, placed.device_mesh.get_coordinate(), strict=True)
+    return ", ".join(f"{p} {c}" for p, c in places if not p.is_replicate()) or "whole"
+
+
+def region_of(param: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the shape of the whole DTensor ``param`` and where in it this rank's part begins.
+
+    None for a plain parameter, and where the part is no block of the whole (sharded twice in one dimension).
+    """
+    if not is_dtensor(param):
+        return None
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # private to torch 2.13
+
+    placed: Any = param
+    if any(type(placement) not in (Replicate, Shard) for placement in placed.placements):
+        return None
+    _, offsets = compute_local_shape_and_global_offset(param.shape, placed.device_mesh, placed.placements)
+    return tuple(param.shape), tuple(offsets)
 
 
 def is_cut(param: Tensor) -> bool:

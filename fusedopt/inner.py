@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedopt.buffers import Entry
-from fusedopt.dtensor import is_dtensor
-from fusedopt.parts import Cut, placed, take, wrap
-from fusedopt.pieces import to_checkpoint
+from fusedopt.dtensor import is_dtensor, region_of
+from fusedopt.parts import Cut, piece, take, wrap
 from fusedopt.scratch import global_step_hooks_muted, state_to_come
 
 HAS_STATE = "has_state"
@@ -272,29 +271,29 @@ class InnerOptimizers:
 
         Raises:
             RuntimeError: naming the parameter, if its state is not known before its first step.
-            ValueError: naming a DTensor parameter that a shard splits once more.
+            ValueError: naming a DTensor parameter of which a rank's part is no block, and a shard splits that.
         """
         entry, main = self._entry_of.get(id(param)), self.main_of(param)
         home = self.home_of(main)
         state = dict(home.state.get(main, {}))
         if entry is None:
             return state
-        if is_dtensor(param) and entry.bucket.model is not None:
-            raise ValueError(
-                f"torch.distributed.checkpoint cannot put the state of DTensor parameter {entry.slot.name} together, "
-                'which a shard of data-parallel ranks splits once more; use shard="none", or save '
-                "optimizer.state_dict() on each rank"
-            )
         name, cut, has_state = entry.slot.name, cut_of(entry), bool(state)
+        if is_dtensor(param) and cut.region is None and entry.bucket.model is not None:
+            raise ValueError(
+                f"torch.distributed.checkpoint cannot put the state of DTensor parameter {name} together, which is "
+                f"placed {param.placements} and split once more by a shard of data-parallel ranks; use "
+                'shard="none", or save optimizer.state_dict() on each rank'
+            )
         if main is None:  # known by name on every rank: torch looks for the device of what it loads
-            nothing = to_checkpoint(entry.bucket.grad_part[:0], cut.shape, cut.strides, None)
-            return {"main_param": nothing} if entry.bucket.main is not None else {}
+            is_known = is_template or entry.bucket.main is not None
+            return {"main_param": piece(entry.bucket.grad_part[:0], cut)} if is_known else {}
         if not has_state:
             group = next(g for g in home.param_groups if any(p is main for p in g["params"]))
             state = state_to_come(home, group, main, name)
         if entry.is_rounded:
             state["main_param"] = main.detach()
-        state = placed(wrap(state, cut), param, cut)
+        state = wrap(state, param, cut)
         return state if is_template else {**state, HAS_STATE: torch.tensor(has_state)}
 
     def state_nbytes(self) -> int:
@@ -327,7 +326,7 @@ def hang_gradients(entries: Sequence[Entry]) -> None:
 
 def cut_of(entry: Entry) -> Cut:
     """Return which elements of the parameter of ``entry`` are this rank's."""
-    return Cut(tuple(entry.slot.shape), entry.slot.strides, entry.part)
+    return Cut(tuple(entry.slot.shape), entry.slot.strides, entry.part, region_of(entry.param))
 
 
 def _nbytes(value: Any) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.utils.dlpack import from_dlpack
 
 from fusedopt.dtensor import is_dtensor, like, local_of
 from fusedopt.layout import Span
-from fusedopt.pieces import CheckpointPiece, extract, from_checkpoint, to_checkpoint
+from fusedopt.pieces import CheckpointPiece, Region, extract, from_checkpoint, region_in, to_checkpoint
 
 _LABEL = re.compile(r"(\d+):(\d+)")
 
@@ -32,14 +32,16 @@ class Cut:
     """Which elements of a parameter are this rank's.
 
     Args:
-        shape: of the parameter.
+        shape: of the parameter; of a DTensor, of its local part, as the rest.
         strides: of the parameter in flat memory, dense.
         span: elements in memory order; None where another rank has the parameter.
+        region: of a DTensor, where its local part lies in the whole, if that is a block.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     span: Span | None
+    region: Region | None = None
 
     @staticmethod
     def whole(shape: Sequence[int], strides: Sequence[int]) -> Cut:
@@ -81,23 +83,27 @@ def labelled(value: Any) -> tuple[Span, Tensor] | None:
     return (Span(int(found[1]), int(found[2])), tensor) if found is not None else None
 
 
-def wrap(value: Any, cut: Cut) -> Any:
-    """Return state with every slice as ``torch.distributed.checkpoint`` takes it; shares memory with ``value``."""
-    if not cut.is_partial:
-        return value
-    return _each(value, lambda t: to_checkpoint(t, cut.shape, cut.strides, cut.span) if cut.is_slice(t) else t)
+def wrap(value: Any, param: Tensor, cut: Cut) -> Any:
+    """Return state as ``torch.distributed.checkpoint`` takes it; shares memory with ``value``.
 
+    Every slice becomes a `CheckpointPiece`, and what has the shape of a DTensor's local part a DTensor.
+    """
 
-def placed(value: Any, param: Tensor, cut: Cut) -> Any:
-    """Return state of a DTensor parameter with tensors of its local part as DTensors; of a plain one, as it is."""
-    if not is_dtensor(param):
-        return value
-
-    def place(tensor: Tensor) -> Tensor:
+    def act(tensor: Tensor) -> Tensor:
+        if cut.is_slice(tensor):
+            return piece(tensor, cut)
+        if not is_placed or tuple(tensor.shape) != cut.shape:
+            return tensor
         # A storage object of its own: torch 2.13 cannot deepcopy two DTensors that share one, as main_params do.
-        return like(param, from_dlpack(tensor.detach())) if tuple(tensor.shape) == cut.shape else tensor
+        return like(param, from_dlpack(tensor.detach()))
 
-    return _each(value, place)
+    is_placed = is_dtensor(param)
+    return _each(value, act) if is_placed or cut.is_partial else value
+
+
+def piece(tensor: Tensor, cut: Cut) -> CheckpointPiece:
+    """Return a slice, or what stands for one on a rank that has none, as ``torch.distributed.checkpoint`` takes it."""
+    return to_checkpoint(tensor, cut.shape, cut.strides, cut.span, cut.region)
 
 
 def take(value: Any, cut: Cut) -> Any:
@@ -109,7 +115,7 @@ def take(value: Any, cut: Cut) -> Any:
         ValueError: if it is the part of another layout.
     """
     if is_dtensor(value):  # of torch.distributed.checkpoint, or a stock optimizer: placed as the parameter is
-        return local_of(value)
+        return take(local_of(value), replace(cut, region=None))
     found = labelled(value)
     if found is not None:
         if found[0] != cut.span:
@@ -119,8 +125,10 @@ def take(value: Any, cut: Cut) -> Any:
             )
         return found[1]
     if isinstance(value, CheckpointPiece):
-        return from_checkpoint(value, cut.shape, cut.strides, cut.span)
+        return from_checkpoint(value, cut.shape, cut.strides, cut.span, cut.region)
     if isinstance(value, Tensor):
+        if cut.region is not None and value.shape == cut.region[0]:
+            value = region_in(value, cut.region[1], cut.shape)
         is_cut = cut.is_partial and cut.span is not None and value.shape == cut.shape
         return extract(value, cut.strides, cut.span) if is_cut and cut.span is not None else value
     if isinstance(value, dict):

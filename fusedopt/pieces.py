@@ -9,8 +9,11 @@ shape, so that any other number of ranks, and a stock optimizer, can read them.
 
 Everywhere ``shape`` and ``strides`` are the parameter's, dense: they say what memory
 order is (channels_last and contiguous differ); a full tensor may have strides of its
-own. Pure functions on tensors: no process group, and nothing of ``torch.distributed``
-is imported before its checkpointing asks.
+own. Of a DTensor they are the local part's, and its *region* says where that lies: the
+whole shape, and where in it the part begins.
+
+Pure functions on tensors: no process group, and nothing of ``torch.distributed`` is
+imported before its checkpointing asks.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from fusedopt.layout import Span
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _Ints = Sequence[int]
+Region = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape of a whole, and where in it a part begins."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +147,12 @@ def _pairs(full: Tensor, piece: Tensor, strides: _Ints, span: Span) -> Iterator[
     """Yield views of the same elements of ``full`` and of ``piece``, block by block."""
     parts = views(piece, full.shape, strides, span)
     for block, view in zip(rectangles(full.shape, strides, span), parts, strict=True):
-        part = full
-        for dim, (offset, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
-            part = part.narrow(dim, offset, size)
-        yield part, view
+        yield region_in(full, block.offsets, block.sizes), view
+
+
+def region_in(full: Tensor, begin: _Ints, shape: _Ints) -> Tensor:
+    """Return the view of ``full`` that begins at ``begin`` and has ``shape``."""
+    return full[tuple(slice(start, start + size) for start, size in zip(begin, shape, strict=True))]
 
 
 @torch.no_grad()
@@ -190,32 +197,41 @@ class CheckpointPiece(Tensor):
 
     # Ordinary attributes, in builtins: torch's staging for async_save rebuilds a subclass from its __dict__.
     _piece: Tensor
+    _local: tuple[int, ...]
     _strides: tuple[int, ...]
     _range: tuple[int, int]
+    _begin: tuple[int, ...]
 
     @staticmethod
-    def __new__(cls: type[CheckpointPiece], piece: Tensor, shape: _Ints, strides: _Ints, span: Span) -> CheckpointPiece:
+    def __new__(
+        cls: type[CheckpointPiece], piece: Tensor, shape: _Ints, strides: _Ints, span: Span, region: Region
+    ) -> CheckpointPiece:
         """Make the outer shell; `to_checkpoint` has checked the arguments."""
-        shell: CheckpointPiece = Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=piece.dtype, device=piece.device
-        )
+        shell: CheckpointPiece = Tensor._make_wrapper_subclass(cls, region[0], dtype=piece.dtype, device=piece.device)
         return shell
 
-    def __init__(self, piece: Tensor, shape: _Ints, strides: _Ints, span: Span) -> None:
+    def __init__(self, piece: Tensor, shape: _Ints, strides: _Ints, span: Span, region: Region) -> None:
         super().__init__()
-        self._piece, self._strides, self._range = piece, tuple(strides), (span.start, span.end)
+        self._piece, self._local, self._begin = piece, tuple(shape), region[1]
+        self._strides, self._range = tuple(strides), (span.start, span.end)
+
+    def _arguments(self, piece: Tensor) -> tuple[Any, ...]:
+        return piece, self._local, self._strides, Span(*self._range), (tuple(self.shape), self._begin)
 
     def _with(self, piece: Tensor) -> CheckpointPiece:
-        return CheckpointPiece(piece, self.shape, self._strides, Span(*self._range))
+        return CheckpointPiece(*self._arguments(piece))
 
     def _blocks(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """Return offsets in the full tensor and a view of the piece, for every block."""
-        if self._piece.shape == self.shape:
-            return [((0,) * self.dim(), self._piece)]
+        if self.numel() and not self._piece.numel():
+            return []
+        if self._piece.shape == self._local:
+            return [(self._begin, self._piece)]
         span = Span(*self._range)
-        parts = views(self._piece, self.shape, self._strides, span)
-        found = rectangles(self.shape, self._strides, span)
-        return [(block.offsets, part) for block, part in zip(found, parts, strict=True)]
+        parts = views(self._piece, self._local, self._strides, span)
+        found = rectangles(self._local, self._strides, span)
+        begins = (tuple(map(sum, zip(block.offsets, self._begin, strict=True))) for block in found)
+        return list(zip(begins, parts, strict=True))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -260,7 +276,7 @@ class CheckpointPiece(Tensor):
         raise ValueError(f"{index.fqn} has no block at offset {index.offset} on this rank: {self!r}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return CheckpointPiece, (self._piece, tuple(self.shape), self._strides, Span(*self._range))
+        return CheckpointPiece, self._arguments(self._piece)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointPiece:
         return self._with(self._piece.clone())
@@ -286,7 +302,9 @@ _SUPPORTED: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def to_checkpoint(piece: Tensor, shape: _Ints, strides: _Ints, span: Span | None) -> CheckpointPiece:
+def to_checkpoint(
+    piece: Tensor, shape: _Ints, strides: _Ints, span: Span | None, region: Region | None = None
+) -> CheckpointPiece:
     """Wrap a piece so that ``torch.distributed.checkpoint`` saves and loads it as part of the full tensor.
 
     Communicates nothing. Every rank of the group wraps its own; together the spans must cover the parameter
@@ -298,6 +316,7 @@ def to_checkpoint(piece: Tensor, shape: _Ints, strides: _Ints, span: Span | None
         shape: of the parameter.
         strides: of the parameter.
         span: this rank's elements in memory order; None where it owns nothing.
+        region: of a DTensor.
 
     Raises:
         ValueError: if piece, span and parameter do not fit each other.
@@ -309,10 +328,12 @@ def to_checkpoint(piece: Tensor, shape: _Ints, strides: _Ints, span: Span | None
         piece = piece if held.numel else piece.reshape(-1)
         views(piece, shape, strides, held)
     memory_order(shape, strides)
-    return CheckpointPiece(piece, shape, strides, held)
+    return CheckpointPiece(piece, shape, strides, held, region or (tuple(shape), (0,) * len(shape)))
 
 
-def from_checkpoint(value: Tensor, shape: _Ints, strides: _Ints, span: Span | None) -> Tensor:
+def from_checkpoint(
+    value: Tensor, shape: _Ints, strides: _Ints, span: Span | None, region: Region | None = None
+) -> Tensor:
     """Return the piece ``span`` of what a checkpoint, a state dict or a stock optimizer held.
 
     Args:
@@ -320,6 +341,7 @@ def from_checkpoint(value: Tensor, shape: _Ints, strides: _Ints, span: Span | No
         shape: of the parameter.
         strides: of the parameter.
         span: this rank's elements in memory order; None where it owns nothing.
+        region: of a DTensor.
 
     Returns:
         The wrapped piece itself (for a parameter owned whole in the shape it was wrapped with), or a new
@@ -329,14 +351,16 @@ def from_checkpoint(value: Tensor, shape: _Ints, strides: _Ints, span: Span | No
         ValueError: if ``value`` is another part or another shape.
     """
     needed = span or Span(0, 0)
-    if tuple(value.shape) != tuple(shape):
+    whole, begin = region or (tuple(shape), (0,) * len(shape))
+    if tuple(value.shape) != whole:
         raise ValueError(
-            f"a tensor of shape {tuple(value.shape)} was loaded for a parameter of shape {tuple(shape)}; load the "
+            f"a tensor of shape {tuple(value.shape)} was loaded for a parameter of shape {whole}; load the "
             "checkpoint into the model and optimizer it was saved from"
         )
     if not isinstance(value, CheckpointPiece):
-        return extract(value, strides, needed)
-    is_same = Span(*value._range) == needed and memory_order(shape, value._strides) == memory_order(shape, strides)
+        return extract(region_in(value, begin, shape), strides, needed)
+    is_same = (Span(*value._range), value._begin, value._local) == (needed, begin, tuple(shape))
+    is_same = is_same and memory_order(shape, value._strides) == memory_order(shape, strides)
     if not is_same and _numel(shape):
         raise ValueError(
             f"this rank needs elements [{needed.start}, {needed.end}) but was given {value!r}, in memory order "

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import fusedopt
 from tests.distributed.launcher import run
@@ -239,12 +240,15 @@ def refusals(rank):
     tied[1].weight = tied[0].weight
     parallelize_module(tied, mesh["tp"], {"1": ColwiseParallel()})
     refuse(RuntimeError, lambda: torch.optim.AdamW(tied.named_parameters()), device_mesh=mesh["dp"])
+    twice = nn.Linear(8, 8, bias=False)  # of which no rank holds one block
+    twice.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 8), mesh["tp"], [_StridedShard(0, split_factor=2)]))
     for shard in ("optimizer", "gradients"):
-        model, _ = make(mesh, torch.float32, False)
-        settings = {"device_mesh": mesh["dp"], "shard": shard, "shard_by": "parameter"}
-        optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.AdamW(model.named_parameters()), **settings)
-        with pytest.raises(ValueError, match=r"cannot put the state of DTensor parameter .* together"):
-            get_optimizer_state_dict(model, optimizer)
+        inner = torch.optim.AdamW(twice.named_parameters())
+        optimizer = fusedopt.FusedMainGradOptimizer(inner, device_mesh=mesh["dp"], shard=shard)
+        with pytest.raises(ValueError, match=r"cannot put the state of DTensor parameter weight together") as caught:
+            get_optimizer_state_dict(twice, optimizer)
+        assert "_StridedShard" in str(caught.value)
+        optimizer.unwrap()
     return said
 
 

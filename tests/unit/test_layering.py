@@ -86,7 +86,7 @@ TABLE = {
     "scratch": Row(2, ("main_grad",), ("torch",)),
     "plain": Row(1, (), ("torch",)),
     "loading": Row(1, (), ("torch",)),
-    "inner": Row(5, ("dtensor", "buffers", "parts", "pieces", "scratch"), ("torch",)),
+    "inner": Row(5, ("dtensor", "buffers", "parts", "scratch"), ("torch",)),
     "linear": Row(5, ("main_grad", "autograd", "backends"), ("torch",)),
     "adoption": Row(6, ("checks", "buffers", "arrival", "gather", "inner"), ("torch",)),
     "probe": Row(6, ("dtensor", "inner", "scratch"), ("torch",)),

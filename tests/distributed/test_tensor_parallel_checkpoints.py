@@ -1,0 +1,198 @@
+"""torch.distributed.checkpoint of DTensor parameters that data-parallel ranks split once more, bit for bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+import fusedopt
+from tests.distributed.launcher import run
+
+BF16, FP32 = torch.bfloat16, torch.float32
+PLAN = {
+    "words": RowwiseParallel(),
+    "norm": SequenceParallel(),
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(),
+}
+LAYOUTS = [("none", "auto"), ("optimizer", "element"), ("gradients", "parameter"), ("gradients", "element")]
+
+
+class Net(nn.Module):
+    """Sizes that two ranks split unevenly, or not at all: one row for two ranks, a norm and a head on every rank."""
+
+    def __init__(self, dtype, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.words = nn.Embedding(23, 10, dtype=dtype)
+        self.norm = nn.LayerNorm(10, dtype=dtype)
+        self.up = nn.Linear(10, 7, dtype=dtype)
+        self.down = nn.Linear(7, 10, dtype=dtype)
+        self.gate = nn.Parameter(torch.randn(1, 9, dtype=dtype))
+        self.head = nn.Linear(10, 3, dtype=dtype)
+
+
+def region(param):
+    """Return what of the whole lies on this rank, as slices."""
+    found = fusedopt.dtensor.region_of(param)
+    if found is None:
+        return tuple(slice(None) for _ in param.shape)
+    return tuple(slice(o, o + n) for o, n in zip(found[1], param.to_local().shape, strict=True))
+
+
+def train(net, optimizer, numbers):
+    """Gradients are whole multiples of 4, of which every rank sees its part: the same sums in every layout."""
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        total = torch.zeros(())
+        for param in net.parameters():
+            target = 4.0 * torch.randint(-2, 3, param.shape, generator=generator)
+            local = param.to_local() if isinstance(param, DTensor) else param
+            total = total + (local.float() * target[region(param)]).sum()
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def start(layout, dtype, tensor_parallel, seed=0):
+    net = Net(dtype, seed)
+    mesh, dp = None, None
+    if dist.is_initialized():
+        mesh = init_device_mesh(
+            "cpu", (dist.get_world_size() // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp")
+        )
+        dp = mesh["dp"]
+    if tensor_parallel > 1:
+        parallelize_module(net, mesh["tp"], PLAN)
+        net.gate = nn.Parameter(distribute_tensor(net.gate.detach(), mesh["tp"], [Shard(0)]))
+    shard, shard_by = layout
+    settings = {} if shard == "none" else {"shard": shard, "shard_by": shard_by}
+    inner = torch.optim.AdamW(net.named_parameters(), lr=0.125, weight_decay=0.25)
+    return net, fusedopt.FusedMainGradOptimizer(inner, device_mesh=dp, bucket_mib=1, **settings)
+
+
+def whole(net):
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in net.named_parameters()}
+
+
+def assert_has(net, optimizer, weights, state):
+    """Check that weights, and this rank's part of the state, have the bits of those of one process."""
+    for name, weight in whole(net).items():
+        assert weight.isfinite().all()
+        assert torch.equal(weight, weights[name]), name
+    num_checked = 0
+    names = [name for name, _ in net.named_parameters()]
+    for entry in optimizer._buffers.entries:
+        expected = state[names.index(entry.slot.name)]
+        own = {**optimizer.state.get(entry.param, {}), "main_param": entry.main_param}
+        for key, value in own.items() if entry.part is not None else ():
+            if key not in expected:
+                assert key == "main_param"
+                continue
+            wanted = expected[key]
+            if wanted.ndim:
+                wanted = wanted[region(entry.param)].reshape(-1)[entry.part.start : entry.part.end]
+            assert torch.equal(value.detach().reshape(-1), wanted.reshape(-1)), (entry.slot.name, key)
+            num_checked += value.numel()
+    return num_checked
+
+
+def reference(dtype, folder):
+    """One process, without ranks."""
+    net, optimizer = start(("none", "auto"), dtype, 1)
+    found = {}
+    for end in (2, 4):
+        train(net, optimizer, range(end - 2, end))
+        found[end] = {"weights": whole(net), "state": optimizer.state_dict()["state"]}
+        torch.save(found[end], folder / f"{dtype}.{end}.pt")
+
+
+def save(rank, cases, tensor_parallel, folder):
+    for number, layout, dtype in cases:
+        net, optimizer = start(layout, dtype, tensor_parallel)
+        train(net, optimizer, range(2))
+        found = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}
+        dcp.save(found, checkpoint_id=folder / f"{number}")
+
+
+def load(rank, cases, tensor_parallel, folder, layout):
+    num_checked = 0
+    for number, _, dtype in cases:
+        then, after = (torch.load(folder / f"{dtype}.{end}.pt", weights_only=True) for end in (2, 4))
+        net, optimizer = start(layout, dtype, tensor_parallel, seed=7)
+        found = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}
+        dcp.load(found, checkpoint_id=folder / f"{number}")
+        set_optimizer_state_dict(net, optimizer, found["optim"])
+        net.load_state_dict(found["model"])
+        num_checked += assert_has(net, optimizer, **then)
+        train(net, optimizer, range(2, 4))
+        assert_has(net, optimizer, **after)
+    return num_checked
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of 2 x 2 ranks in every layout, beside what one process has at the same steps and later."""
+    folder = tmp_path_factory.mktemp("saved")
+    for dtype in (BF16, FP32):
+        reference(dtype, folder)
+    cases = [(number, layout, BF16 if number != 2 else FP32) for number, layout in enumerate(LAYOUTS)]
+    run(save, 4, cases, 2, folder)
+    return folder, cases
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "tensor_parallel", "layout"),
+    [
+        (1, 1, LAYOUTS[0]),
+        (2, 2, LAYOUTS[0]),
+        (3, 1, LAYOUTS[3]),
+        (4, 2, LAYOUTS[1]),
+        (4, 2, LAYOUTS[3]),
+        (4, 4, LAYOUTS[0]),
+    ],
+    ids=["one rank", "TP 2", "3 gradients", "TP 2 optimizer", "TP 2 gradients", "TP 4"],
+)
+def test_any_layout_loads_what_two_by_two_ranks_saved_and_goes_on(saved, num_ranks, tensor_parallel, layout):
+    folder, cases = saved
+    assert all(count > 0 for count in run(load, num_ranks, cases, tensor_parallel, folder, layout)[:1])
+
+
+def from_plain(rank, folder):
+    """Whole state, of one process or a stock optimizer, is cut twice: by the mesh, and by the shard."""
+    for layout, dtype in [(LAYOUTS[1], FP32), (LAYOUTS[3], FP32), (LAYOUTS[0], FP32)]:
+        then, after = (torch.load(folder / f"{dtype}.{end}.pt", weights_only=True) for end in (2, 4))
+        for route in ("load_state_dict", "broadcast"):
+            net, optimizer = start(layout, dtype, 2, seed=7)
+            with torch.no_grad():
+                for name, param in net.named_parameters():
+                    mine = then["weights"][name][region(param)]
+                    (param.to_local() if isinstance(param, DTensor) else param).copy_(mine)
+            numbers = [{"lr": 0.125, "weight_decay": 0.25, "params": list(range(len(then["state"])))}]
+            groups = [{**optimizer.param_groups[0], **numbers[0]}]
+            if route == "load_state_dict":
+                optimizer.load_state_dict({"state": then["state"], "param_groups": groups})
+            else:
+                names = [name for name, _ in net.named_parameters()]
+                by_name = {
+                    "state": {names[n]: value for n, value in then["state"].items()},
+                    "param_groups": [{**groups[0], "params": names}],
+                }
+                options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+                set_optimizer_state_dict(net, optimizer, by_name if rank == 0 else {}, options=options)
+            assert_has(net, optimizer, **then)
+            train(net, optimizer, range(2, 4))
+            assert_has(net, optimizer, **after)
+
+
+def test_whole_state_of_one_process_is_cut_for_every_rank(saved):
+    run(from_plain, 4, saved[0])
