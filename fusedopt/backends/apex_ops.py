@@ -31,6 +31,7 @@ OFFERS = ("wgrad_accumulate_", "norm", "scale_cast_", "fused_step_")
 """Functions of the table that an installation with everything in it brings."""
 
 WGRAD_DTYPES = lists.WGRAD_DTYPES
+takes = lists.takes
 TAKES_FOUND_INF = False
 """Plain multi_tensor_adam does not look at its flag, so whether to step is decided on the host."""
 
@@ -60,11 +61,6 @@ def offer() -> Offer:
             missing[name] = _reason(str(absent), is_nvidias)
     version = version_of("apex") if is_nvidias else None
     return Offer(version or ("unknown" if functions or is_nvidias else None), functions, missing)
-
-
-def takes(rule: Adam | Sgd) -> bool:
-    """Return whether the fused step knows ``rule``; SGD's kernel wants momentum buffers."""
-    return isinstance(rule, Adam) or rule.momentum != 0
 
 
 def _is_nvidias() -> bool | None:

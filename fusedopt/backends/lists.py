@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedopt.backends.offers import Adam, Sgd
+
 DEVICE_TYPES = ("cuda",)
 """Where the libraries run; they take a CPU tensor's address for one on the device. Doubles add theirs."""
 
@@ -72,6 +74,11 @@ def launches(lists: Sequence[Sequence[Tensor]], keys: Sequence[Hashable] | None 
         for column, tensor in zip(launch.lists, row, strict=True):
             column += tensor.view(-1).split(MAX_NUMEL)
     return list(groups.values())
+
+
+def takes(rule: Adam | Sgd) -> bool:
+    """Return whether the libraries' fused steps know ``rule``; SGD's kernels want momentum buffers."""
+    return isinstance(rule, Adam) or rule.momentum != 0
 
 
 def flag_for(launch: Launch) -> Tensor:

@@ -30,6 +30,7 @@ OFFERS = ("wgrad_accumulate_", "norm", "scale_cast_", "fused_step_")
 WGRAD_DTYPES = lists.WGRAD_DTYPES
 """fp32 operands TE would multiply in TF32."""
 
+takes = lists.takes
 TAKES_FOUND_INF = False
 """Plain multi_tensor_adam does not look at its flag, so whether to step is decided on the host."""
 
@@ -59,11 +60,6 @@ def offer() -> Offer:
         except Absent as absent:
             missing[name] = str(absent)
     return Offer(version or "unknown", functions, missing)
-
-
-def takes(rule: Adam | Sgd) -> bool:
-    """Return whether the fused step knows ``rule``; SGD's kernel wants momentum buffers."""
-    return isinstance(rule, Adam) or rule.momentum != 0
 
 
 def _kernels(*names: str) -> list[Any]:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from fusedopt.config import MainGradConfig
 from fusedopt.integrations.arguments import FusedOptArguments, Owned
 from fusedopt.integrations.refusals import refuse_model
+from fusedopt.integrations.scaling import share_scaler
 from fusedopt.integrations.versions import require
 from fusedopt.optimizer import FusedMainGradOptimizer
 from fusedopt.replicas import broadcast_module
@@ -75,7 +76,7 @@ def prepare(
         config = _config(accelerator, fusedopt_args, settings)
     _refuse_merging_twice(accelerator, config)
     if config.shard != "none" and accelerator.num_processes > 1:
-        _share_scaler(accelerator)
+        share_scaler(accelerator)
     if not isinstance(optimizer, FusedMainGradOptimizer):
         (fusedopt_args or FusedOptArguments()).prepare_layers(model, fused_linear=config.fused_linear)
     # As for evaluation: autocast, device placement and torch.compile, but nothing around the model that reduces.
@@ -281,19 +282,3 @@ def _refuse_merging_twice(accelerator: Any, config: MainGradConfig) -> None:
             f"gradient_accumulation_steps is {k} in the Accelerator and {merged} in fusedopt, which would step every "
             f"{k * merged} micro-batches; leave fusedopt's at 1"
         )
-
-
-def _share_scaler(accelerator: Any) -> None:
-    """Have ``accelerator`` scale losses with a scaler that decides on all ranks together: each sees its share."""
-    from accelerate.utils import DistributedType, get_grad_scaler  # type: ignore[import-untyped]
-
-    if accelerator.scaler is None or hasattr(accelerator.scaler, "process_group"):
-        return
-    if accelerator._optimizers:
-        raise RuntimeError(
-            "under a shard fp16 losses need one scaler for all ranks, and this Accelerator prepared another optimizer "
-            "with its own; call fusedopt.integrations.accelerate.prepare before accelerator.prepare"
-        )
-    handler = accelerator.scaler_handler
-    kwargs = {} if handler is None else handler.to_kwargs()
-    accelerator.scaler = get_grad_scaler(DistributedType.FSDP, device=accelerator.device.type, **kwargs)

@@ -23,6 +23,7 @@ from fusedopt.config import MainGradConfig
 from fusedopt.integrations import resume
 from fusedopt.integrations.arguments import FusedOptArguments, Owned
 from fusedopt.integrations.refusals import KnownParameters, refuse_model, refuse_optim, refuse_training_arguments
+from fusedopt.integrations.scaling import share_scaler
 from fusedopt.integrations.versions import require_trainer
 from fusedopt.optimizer import FusedMainGradOptimizer
 from fusedopt.replicas import broadcast_module
@@ -151,8 +152,8 @@ class FusedOptMixin(_Trainer):  # type: ignore[misc]
         self._known = KnownParameters(self.model)
         if self.model_init is not None:
             self._trained.add(self.model)
-        if self._is_sharded(wrapper) and self.accelerator.scaler is not None:
-            self.accelerator.scaler = _sharded_scaler(self.accelerator)
+        if self._is_sharded(wrapper):
+            share_scaler(self.accelerator)
         return wrapper
 
     def _release(self) -> None:
@@ -209,21 +210,6 @@ class FusedOptMixin(_Trainer):  # type: ignore[misc]
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
             resume.load_on_all_ranks(self._wrapper, self.lr_scheduler, self.args, checkpoint)
-
-
-def _sharded_scaler(accelerator: Any) -> Any:
-    """Return the accelerator's scaler as one that decides on all ranks together: each has a part of the gradients."""
-    from accelerate.utils import DistributedType, get_grad_scaler  # type: ignore[import-untyped]
-
-    scaler = accelerator.scaler
-    return get_grad_scaler(
-        DistributedType.FSDP,
-        device=accelerator.device.type,
-        init_scale=scaler.get_scale(),
-        growth_factor=scaler.get_growth_factor(),
-        backoff_factor=scaler.get_backoff_factor(),
-        growth_interval=scaler.get_growth_interval(),
-    )
 
 
 def _clearing_callback(trainer: FusedOptMixin) -> Any:

@@ -34,7 +34,7 @@ ADAPTERS = ("backends.triton_ops", "backends.apex_ops", "backends.te_ops")
 AROUND_ADAPTERS = ("backends", "backends.offers", "backends.selfcheck", "backends.lists", "fused_step")
 INTEGRATIONS = (
     *("integrations", "integrations.arguments", "integrations.refusals", "integrations.resume", "integrations.trainer"),
-    *("integrations.transformers", "integrations.accelerate", "integrations.versions"),
+    *("integrations.transformers", "integrations.accelerate", "integrations.scaling", "integrations.versions"),
 )
 WIRED_BY_THE_OPTIMIZER = (
     *("config", "layout", "comm", "dtensor", "checks", "backends", "buckets", "buffers", "ballot", "arrival", "window"),
@@ -57,9 +57,9 @@ TABLE = {
     "backends.offers": Row(0, (), ("torch",)),
     "backends.torch_ops": Row(1, ("layout",), ("torch",)),
     "backends.triton_ops": Row(1, ("layout", "backends.offers"), ("torch", "triton")),
-    "backends.lists": Row(0, (), ("torch",)),
-    "backends.apex_ops": Row(1, ("backends.lists", "backends.offers"), ("torch",)),  # the libraries by `offers.load`
-    "backends.te_ops": Row(1, ("backends.lists", "backends.offers"), ("torch",)),
+    "backends.lists": Row(1, ("backends.offers",), ("torch",)),
+    "backends.apex_ops": Row(2, ("backends.lists", "backends.offers"), ("torch",)),  # the libraries by `offers.load`
+    "backends.te_ops": Row(2, ("backends.lists", "backends.offers"), ("torch",)),
     "backends.selfcheck": Row(2, ("backends.offers", "backends.torch_ops"), ("torch",)),
     "backends": Row(
         3, ("_version", "backends.offers", "backends.torch_ops", "backends.selfcheck"), ("torch",), lazily=ADAPTERS
@@ -109,16 +109,17 @@ TABLE = {
     "integrations": Row(9),
     "integrations.versions": Row(1, (), ("torch",)),
     "integrations.arguments": Row(9, INTEGRATION_IMPORTS, ("torch",)),
+    "integrations.scaling": Row(1, (), (), lazily=("accelerate",)),
     "integrations.refusals": Row(9, ("integrations.versions",), ("torch",)),
     "integrations.resume": Row(9, INTEGRATION_IMPORTS, ("torch",), lazily=("accelerate",)),
     "integrations.trainer": Row(
         10,
         (
             *(*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals", "integrations.resume"),
-            "integrations.versions",
+            *("integrations.scaling", "integrations.versions"),
         ),
         ("torch",),
-        lazily=("transformers", "accelerate"),
+        lazily=("transformers",),
     ),
     "integrations.transformers": Row(
         11,
@@ -131,7 +132,10 @@ TABLE = {
     ),
     "integrations.accelerate": Row(
         11,
-        (*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals", "integrations.versions"),
+        (
+            *(*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals", "integrations.scaling"),
+            "integrations.versions",
+        ),
         ("torch",),
         lazily=("accelerate",),
     ),
