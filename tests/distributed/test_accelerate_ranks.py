@@ -298,6 +298,16 @@ def test_lora_trains_in_every_shard_as_the_plain_loop_and_loads_what_another_sha
 # -- what is refused
 
 
+class OwnFormat(torch.optim.AdamW):
+    """Its state dict is not torch's, so that nobody can put parts of it together."""
+
+    def state_dict(self):
+        return {"mine": super().state_dict()}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict["mine"])
+
+
 def refusals(rank):
     from accelerate.utils import ProjectConfiguration
     from torch.nn.parallel import DistributedDataParallel
@@ -340,6 +350,10 @@ def refusals(rank):
         loop.accelerator.project_configuration = ProjectConfiguration(save_on_each_node=True)
         if shard != "none":
             raised(f"each node {shard}", loop.accelerator.save_state, "nowhere")
+    accelerator, net = cases.make_accelerator(), cases.Net(torch.bfloat16)
+    held = prepare(accelerator, net, OwnFormat(net.parameters()), shard="optimizer")
+    raised("own format", accelerator.save_state, "nowhere")
+    del held
     accelerator = cases.make_accelerator(scales=True)
     accelerator.prepare(torch.optim.SGD([nn.Parameter(torch.zeros(2))]))
     net = cases.Net(torch.float16)
@@ -362,6 +376,8 @@ def test_what_ranks_cannot_train_is_refused_with_the_remedy(tmp_path, monkeypatc
             assert "1 others that have gradients" in texts[f"more {shard}"]
             assert "accelerator.clip_grad_norm_" in texts[f"values {shard}"]
             assert "save_on_each_node=False" in texts[f"each node {shard}"]
+        assert "OwnFormat has a state dict in a format of its own" in texts["own format"]
+        assert "Save every rank's own optimizer.state_dict()" in texts["own format"]
         assert "before accelerator.prepare" in texts["scaler"]
         assert {"a part none", "more none", "values none"}.isdisjoint(
             texts
