@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -220,6 +221,70 @@ def test_checkpoints_go_on_in_the_same_bits(policy):
             assert reference.isfinite().all()
             assert torch.equal(one, reference)
             assert torch.equal(other, reference)
+
+
+def pair(policy, kind):
+    if kind is None:  # whole, on one rank
+        model = Net().to(POLICIES[policy][0])
+    else:
+        model = make(policy, mesh_of(kind))
+    return model, fusedopt.FusedMainGradOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2))
+
+
+def everything(model, optimizer):
+    """Return weights and state, whole."""
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    found = {f"{name}.{key}": value for name, of in state.items() for key, value in of.items()}
+    found |= model.state_dict()
+    return {key: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for key, v in found.items()}
+
+
+def save_with_dcp(rank, folder, kind):
+    saved = {}
+    for policy in ("bf16 parameters", "fp32"):
+        model, optimizer = pair(policy, kind)
+        for step in range(2):
+            backward(model, step, 0, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(found, checkpoint_id=folder / policy)
+        saved[policy] = everything(model, optimizer)
+    return saved
+
+
+def load_with_dcp(rank, folder, kind):
+    loaded = {}
+    for policy in ("bf16 parameters", "fp32"):
+        model, optimizer = pair(policy, kind)
+        found = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(found, checkpoint_id=folder / policy)
+        set_optimizer_state_dict(model, optimizer, found["optim"])
+        model.load_state_dict(found["model"])
+        loaded[policy] = everything(model, optimizer)
+        backward(model, 2, 0, rank)
+        optimizer.step()
+        assert all(weight.isfinite().all() for weight in whole_of(model))
+    return loaded
+
+
+def whole_of(model):
+    return [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "saved_kind", "loaded_by", "loaded_kind"),
+    [(2, "fsdp", 3, "fsdp"), (4, "hsdp", 2, "fsdp"), (3, "fsdp", 1, None), (1, None, 2, "fsdp")],
+)
+def test_other_numbers_of_ranks_load_every_bit(saved_by, saved_kind, loaded_by, loaded_kind, tmp_path):
+    expected = run(save_with_dcp, saved_by, tmp_path, saved_kind)[0]
+    for loaded in run(load_with_dcp, loaded_by, tmp_path, loaded_kind):
+        for policy, tensors in loaded.items():
+            assert tensors.keys() == expected[policy].keys()
+            assert any(key.endswith("exp_avg") and value.any() for key, value in tensors.items())
+            for key, value in tensors.items():
+                assert value.isfinite().all()
+                assert torch.equal(value, expected[policy][key]), key
 
 
 def refusals(rank):
