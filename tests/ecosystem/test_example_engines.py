@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
 LINES = re.findall(r"^    (.*examples/llama/engines\.py.*)$", (ROOT / "docs/parallel.md").read_text(), flags=re.M)
@@ -50,15 +52,25 @@ def one_rank(tmp_path_factory):
     return output_dir, losses
 
 
-def test_the_page_names_one_rank_and_both_engines():
+def after_engine(line):
+    return line.partition("--engine ")[2]
+
+
+def test_the_page_names_one_rank_and_every_engine():
     assert LINES[0] == "python examples/llama/engines.py"
-    assert [line.rpartition(" ")[2] for line in LINES[1:3]] == ["fsdp2", "tensor"]
+    assert [(line.split()[2], after_engine(line)) for line in LINES[1:]] == [
+        ("2", "fsdp2"),
+        ("2", "tensor"),
+        ("4", "tensor --main_grad_shard optimizer"),
+        ("2", "pipeline"),
+        ("4", "pipeline --main_grad_shard optimizer"),
+    ]
 
 
-@pytest.mark.parametrize("line", LINES[1:3], ids=lambda line: line.rpartition(" ")[2])
-def test_two_ranks_reach_the_losses_of_one(one_rank, line):
+@pytest.mark.parametrize("line", [*LINES[1:], LINES[-1].replace("optimizer", "gradients")], ids=after_engine)
+def test_ranks_reach_the_losses_of_one(one_rank, line):
     output_dir, losses = one_rank
-    engine = line.rpartition(" ")[2]
+    engine = after_engine(line).split()[0]
     done = start(line, output_dir)
     assert done.returncode == 0, done.stderr
     found = losses_in(output_dir, engine)
@@ -72,12 +84,59 @@ def test_two_ranks_reach_the_losses_of_one(one_rank, line):
     assert "destroy_process_group" not in done.stderr  # which torch would say if one were left
 
 
+def tiny(**settings):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=5, **settings))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_stages_one_after_another_are_the_model_bit_for_bit(monkeypatch, num_stages):
+    monkeypatch.syspath_prepend(ROOT / "examples/llama")
+    import pipeline_stages
+
+    whole, parts = tiny(), [tiny() for _ in range(num_stages)]
+    tokens = torch.randint(16, (3, 7))
+    given = tokens
+    for index, part in enumerate(parts):
+        pipeline_stages.keep_stage(part, index, num_stages)
+        given = pipeline_stages.Stage(part, index == 0)(given)
+    logits = whole(input_ids=tokens).logits
+    assert logits.isfinite().all()
+    assert torch.equal(given, logits)
+    for output in (given, logits):
+        output.square().sum().backward()
+    held = [dict(part.named_parameters()) for part in parts]
+    assert [name for params in held for name in params] == [name for name, _ in whole.named_parameters()]  # each once
+    for params in held:
+        assert all(torch.equal(param.grad, whole.get_parameter(name).grad) for name, param in params.items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_stages", "found"),
+    [
+        ({}, 6, "5 layers do not make --pipeline_parallel 6 stages"),
+        ({"tie_word_embeddings": True}, 2, "the embedding and the head of this model are one weight"),
+    ],
+)
+def test_what_does_not_suit_the_stages_is_said(monkeypatch, settings, num_stages, found):
+    monkeypatch.syspath_prepend(ROOT / "examples/llama")
+    import pipeline_stages
+
+    with pytest.raises(SystemExit, match=found):
+        pipeline_stages.keep_stage(tiny(**settings), 0, num_stages)
+
+
 @pytest.mark.parametrize(
     ("flags", "num_ranks", "found"),
     [
         ({"engine": "fsdp2"}, 1, "--engine fsdp2 splits the model over ranks; start it with torchrun"),
         ({"engine": "tensor", "tensor_parallel": 3}, 2, "--tensor_parallel 3 does not divide 2 ranks"),
-        ({"engine": "fsdp2"}, 3, "--gradient_accumulation_steps is 8, and 3 data-parallel ranks cannot share"),
+        ({"engine": "pipeline"}, 1, "--engine pipeline splits the model over ranks; start it with torchrun"),
+        ({"engine": "pipeline", "pipeline_parallel": 3}, 4, "--pipeline_parallel 3 does not divide 4 ranks"),
+        ({"engine": "fsdp2"}, 3, "--gradient_accumulation_steps is 8; give a multiple of the 3 replicas"),
+        ({"engine": "pipeline"}, 6, "--gradient_accumulation_steps is 8; give a multiple of the 3 replicas"),
+        ({"engine": "pipeline", "gradient_accumulation_steps": 2}, 4, "steps is 2; 1F1B needs 4, one for each stage"),
         ({"engine": "fsdp2", "main_grad_shard": "optimizer"}, 2, "--main_grad_shard optimizer with --engine fsdp2"),
     ],
 )
