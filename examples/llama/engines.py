@@ -187,7 +187,7 @@ def main(here: Ranks) -> None:
         weights = gather_stages(model, mesh["pp"])
     else:
         weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    with here.first_alone():  # and the others wait: gloo may abort a rank that exits right after a collective
+    with here.first_alone():  # the others wait: ranks end together
         if here.is_first:
             model.save_pretrained(output_dir / args.engine, state_dict=weights)
             results = json.dumps({"losses": losses, "flags": asdict(args)})
