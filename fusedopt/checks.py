@@ -191,10 +191,12 @@ def check_engines(named: Sequence[tuple[str, Tensor]], shard: str) -> bool:
         Whether FSDP2 holds them, and does all communication.
 
     Raises:
-        ValueError: for FSDP2 with a shard of ours, or for a part of the parameters only.
+        ValueError: for FSDP2 with a shard of ours, for a part of the parameters only, or over other ranks for some; for
+            a parameter on a mesh that this rank is not in.
         RuntimeError: naming a parameter that an engine replaced after the optimizer was made, or untied from another.
     """
     trainable = [(name, param) for name, param in named if param.requires_grad]
+    _refuse_strangers(trainable)
     _refuse_orphans(trainable)
     _refuse_untied(trainable)
     held = dtensor.held_by_fsdp(param for _, param in trainable)
@@ -211,7 +213,38 @@ def check_engines(named: Sequence[tuple[str, Tensor]], shard: str) -> bool:
             f"fully_shard holds {len(held)} of the trainable parameters and not {outside[0]}: nobody would reduce its "
             "gradient. Apply fully_shard to the whole model, too, or give that parameter an optimizer of its own"
         )
+    _refuse_unequal_meshes(trainable, held)
     return True
+
+
+def _refuse_strangers(trainable: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise if a parameter lies on ranks of which this one is none: it has no part of it, nor a copy."""
+    for name, param in trainable:
+        mesh = dtensor.mesh_of(param)
+        if mesh is not None and mesh.get_coordinate() is None:
+            raise ValueError(
+                f"parameter {name} is a DTensor over ranks {dtensor.ranks_of(mesh)}, and rank "
+                f"{torch.distributed.get_rank()} is none of them; needed is a mesh that each rank is in. Make one over "
+                "all ranks, init_device_mesh(device, (replicas, parts), mesh_dim_names=('dp', 'tp')), parallelise "
+                "over mesh['tp'], make the optimizer, and wrap it with device_mesh=mesh['dp']; or keep such a "
+                "parameter out of the optimizers of other ranks"
+            )
+
+
+def _refuse_unequal_meshes(trainable: Sequence[tuple[str, Tensor]], held: dict[int, Any]) -> None:
+    """Raise if FSDP2 trains some parameters on ranks that others do not know of: norms and skips would differ."""
+    reduced = {tuple(dtensor.ranks_of(held[id(param)])): name for name, param in trainable}
+    for name, param in trainable if len(reduced) > 1 else []:
+        found = dtensor.ranks_of(dtensor.mesh_of(param))
+        for ranks, other in reduced.items():
+            if not set(ranks) <= set(found):
+                raise ValueError(
+                    f"fully_shard holds parameter {name} on ranks {found} and {other} on ranks {list(ranks)}: the "
+                    f"others of these would not know of {name}, so norms and skipped steps would differ. Needed are "
+                    "the same ranks for both: where the others hold copies, fully_shard(layer, mesh=mesh['replicate', "
+                    "'shard']); where they hold other experts, first spread these over a mesh dimension of their own "
+                    "(parallelize_module), then fully_shard. Or give each an optimizer and a wrapper of its own"
+                )
 
 
 def _refuse_untied(trainable: Sequence[tuple[str, Tensor]]) -> None:

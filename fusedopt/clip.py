@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedopt.backends import Backend, torch_ops
 from fusedopt.buffers import Buffers
-from fusedopt.comm import DataParallelGroup
+from fusedopt.comm import DataParallelGroup, groups_over
 
 EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
@@ -83,19 +82,23 @@ class Clip:
         return bool(self._comm.total_norm(largest, math.inf, is_sharded=self._buffers.sharding.is_sharded))
 
     def _local(self, norm_type: float, measure: Callable[[Backend, list[Tensor]], Tensor]) -> Tensor:
-        """Return the norm of what this data-parallel rank holds, and of its DTensors everywhere, each element once."""
-        norms: dict[Any, list[Tensor]] = {}
+        """Return the norm of what this data-parallel rank holds, and of its DTensors everywhere, each element once.
+
+        One sum over all meshes' ranks: what is not split over some of them is the same there, and each counts its
+        share of it. So these ranks have one norm, and go on or leave the step out together, come what may.
+        """
+        domains = dict.fromkeys(bucket.domain for bucket in self._buffers.buckets)
+        groups = groups_over(domain.mesh for domain in domains if domain is not None)
+        num_terms = math.prod(group.size() for group in groups)
+        norms = []
         for backend, buckets in self._buffers.buckets_by_backend():
             for domain in dict.fromkeys(bucket.domain for bucket in buckets):
                 norm = measure(backend, [b.grad_part for b in buckets if b.domain == domain]).double()
-                if domain is not None and math.isfinite(norm_type):
-                    norm = norm / domain.num_replicas ** (1.0 / norm_type)
-                norms.setdefault(domain.mesh if domain is not None else None, []).append(norm)
-        totals = []
-        for mesh, parts in norms.items():
-            total = _norm_of(parts, norm_type)
-            totals.append(total if mesh is None else self._comm.norm_over_mesh(total, norm_type, mesh))
-        return _norm_of(totals, norm_type)
+                if groups and math.isfinite(norm_type):
+                    num_shards = domain.num_shards if domain is not None else 1
+                    norm = norm * (num_shards / num_terms) ** (1.0 / norm_type)
+                norms.append(norm)
+        return self._comm.norm_over(_norm_of(norms, norm_type), norm_type, groups)
 
     def scale(self, norm: Tensor, max_norm: float) -> None:
         """Scale all gradients so that a global norm of ``norm`` becomes at most ``max_norm``."""
@@ -154,8 +157,9 @@ class Clip:
         found = [name for name, part in parts if part is not None and not bool(torch.isfinite(part).all())]
         names = list(dict.fromkeys(name for on_rank in self._comm.objects(found) for name in on_rank))
         shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+        where = f"{len(names)} parameter(s): {shown}" if names else "parts that other ranks hold, which name them"
         return (
-            f"gradients hold inf or nan in {len(names)} parameter(s): {shown}. Parameters and state were not changed. "
+            f"gradients hold inf or nan in {where}. Parameters and state were not changed. "
             "Lower the learning rate or look at the batch; nonfinite='skip' leaves such steps out"
         )
 

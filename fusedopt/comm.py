@@ -248,14 +248,12 @@ class DataParallelGroup:
         """
         groups = [self._shard] if is_sharded and self.num_shards > 1 else []
         groups += [self.norm_group] if self.norm_group is not None else []
+        return self.norm_over(norm, norm_type, groups)
+
+    def norm_over(self, norm: Tensor, norm_type: float, groups: Iterable[Any]) -> Tensor:
+        """Return the norm over one process group after the other; see `total_norm`."""
         for group in groups:
             norm = self._norm_over(norm, norm_type, group)
-        return norm
-
-    def norm_over_mesh(self, norm: Tensor, norm_type: float, mesh: Any) -> Tensor:
-        """Return the norm over all ranks of ``mesh`` from the norm of what this rank holds; see `total_norm`."""
-        for dim in range(mesh.ndim):
-            norm = self._norm_over(norm, norm_type, mesh.get_group(dim))
         return norm
 
     def _norm_over(self, norm: Tensor, norm_type: float, group: Any) -> Tensor:
@@ -340,6 +338,17 @@ class DataParallelGroup:
         self.nbytes[kind] += nbytes
 
 
+def groups_over(meshes: Iterable[Any]) -> list[Any]:
+    """Return process groups that connect all ranks of ``meshes``: of each dimension, equal ones once."""
+    groups: dict[tuple[int, ...], Any] = {}
+    for mesh in meshes:
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                group = mesh.get_group(dim)
+                groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    return list(groups.values())
+
+
 def _sum(parts: Sequence[Tensor]) -> Tensor:
     """Return the sum in the order given. Only the first is written, unless it is the caller's own memory."""
     total = parts[0] + parts[1] if len(parts) > 1 else parts[0].clone()
@@ -361,6 +370,23 @@ def _own_group(ranks: Sequence[int], backend: str | None = None) -> Any:
     key = (tuple(ranks), backend)
     default, group = _own_groups.get(key, (None, None))
     if default is not dist.group.WORLD:
-        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        with _named(f"fusedopt_{backend}_{'_'.join(map(str, ranks))}"):
+            group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
         _own_groups[key] = (dist.group.WORLD, group)
     return group
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Let the group that only its ranks make in the body be called ``name``, by which they find each other.
+
+    torch puts into it how many groups a rank is in. Where those differ (a mesh over some ranks, a group of the first
+    rank of each node), ranks would wait for each other forever.
+    """
+    c10d: Any = dist.distributed_c10d
+    torchs = getattr(c10d, "_hash_ranks_to_str", None)  # private to torch 2.13
+    c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        c10d._hash_ranks_to_str = torchs

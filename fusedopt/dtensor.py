@@ -9,6 +9,7 @@ Knows nothing of buckets or optimizers.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -85,11 +86,16 @@ class Domain:
 
     Args:
         mesh: a DeviceMesh.
-        num_replicas: how many of its ranks hold each element.
+        num_shards: over how many of its ranks the elements are split; the others hold the same.
     """
 
     mesh: Any
-    num_replicas: int
+    num_shards: int
+
+
+def mesh_of(param: Tensor) -> Any:
+    """Return the DeviceMesh of ``param``; None for a plain parameter."""
+    return param.device_mesh if is_dtensor(param) else None  # type: ignore[attr-defined]
 
 
 def domain_of(param: Tensor) -> Domain | None:
@@ -97,11 +103,8 @@ def domain_of(param: Tensor) -> Domain | None:
     if not is_dtensor(param):
         return None
     placed: Any = param
-    num_replicas = 1
-    for dim, placement in enumerate(placed.placements):
-        if placement.is_replicate():
-            num_replicas *= placed.device_mesh.size(dim)
-    return Domain(placed.device_mesh, num_replicas)
+    mesh = placed.device_mesh
+    return Domain(mesh, math.prod(mesh.size(dim) for dim, p in enumerate(placed.placements) if not p.is_replicate()))
 
 
 def place_of(tensor: Tensor) -> str:
@@ -149,17 +152,22 @@ def share_groups(param: Tensor) -> list[Any]:
     return [placed.device_mesh.get_group(dim) for dim, p in enumerate(placed.placements) if p.is_replicate()]
 
 
-def held_by_fsdp(params: Iterable[Tensor]) -> set[int]:
-    """Return the ``id`` of each of ``params`` that ``fully_shard`` reduces gradients for.
+def ranks_of(mesh: Any) -> list[int]:
+    """Return the global ranks of a DeviceMesh; of a slice of one, those that this rank is with."""
+    return [int(rank) for rank in mesh.mesh.flatten()]
+
+
+def held_by_fsdp(params: Iterable[Tensor]) -> dict[int, Any]:
+    """Return the mesh that ``fully_shard`` reduces over, by the ``id`` of each of ``params`` that it holds.
 
     FSDP2 leaves no mark on a parameter, so this looks through the objects alive; about 0.1 s, where FSDP2 is loaded.
     """
     module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")  # private to torch 2.13
     ours = {id(param) for param in params if is_dtensor(param)}
     if module is None or not ours:
-        return set()
+        return {}
     holders = (obj for obj in gc.get_objects() if type(obj) is module.FSDPParam)
-    return {id(holder.sharded_param) for holder in holders} & ours
+    return {id(h.sharded_param): h.mesh_info.mesh for h in holders if id(h.sharded_param) in ours}
 
 
 def is_copy(param: Tensor, plain: Tensor) -> bool:
