@@ -137,6 +137,19 @@ def tensor_in_stages(mesh, shard):
     return norms, [(p.detach(), q.detach()) for p, q in zip(whole_of, expected, strict=True)]
 
 
+def names_the_nan(mesh):
+    """What each stage says where the gradient of the first is nan."""
+    part = nn.Linear(2, 2)
+    group = mesh["pp"].get_group()
+    optimizer = wrap(part.named_parameters(), device_mesh=mesh["dp"], norm_group=group, nonfinite="raise")
+    part(torch.ones(1, 2)).sum().backward()
+    if mesh["pp"].get_local_rank() == 0:
+        part.bias.grad[0] = math.nan
+    with pytest.raises(FloatingPointError) as caught:
+        optimizer.step()
+    return mesh["pp"].get_local_rank(), str(caught.value)
+
+
 def in_stages(rank):
     dist.new_group([0])  # of which torch's names of groups that only their ranks make would not be equal any more
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
@@ -149,6 +162,7 @@ def in_stages(rank):
     for shard in ("none", "optimizer", "gradients"):
         at(f"training tensor parallel stages {shard}")
         results[shard] = tensor_in_stages(mesh, shard)
+    results["raises"] = names_the_nan(mesh)
     return results
 
 
@@ -174,3 +188,9 @@ def test_tensor_parallel_inside_stages_trains_as_one_process(shard):
         for found, expected in ends:
             assert found.isfinite().all()
             assert torch.allclose(found, expected, rtol=DOUBLE_BOUND, atol=DOUBLE_BOUND)
+
+
+def test_a_nan_of_another_stage_raises_here_too_and_says_who_names_it():
+    for stage, said in (on_rank["raises"] for on_rank in run_in_stages()):
+        expected = "in 1 parameter(s): bias" if stage == 0 else "in parts that other ranks hold, which name them"
+        assert expected in said
