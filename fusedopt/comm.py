@@ -370,22 +370,25 @@ def _own_group(ranks: Sequence[int], backend: str | None = None) -> Any:
     key = (tuple(ranks), backend)
     default, group = _own_groups.get(key, (None, None))
     if default is not dist.group.WORLD:
-        with _named(f"fusedopt_{backend}_{'_'.join(map(str, ranks))}"):
+        with _named(ranks, f"fusedopt_{backend}_{'_'.join(map(str, ranks))}"):
             group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
         _own_groups[key] = (dist.group.WORLD, group)
     return group
 
 
 @contextlib.contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Let the group that only its ranks make in the body be called ``name``, by which they find each other.
+def _named(ranks: Sequence[int], name: str) -> Iterator[None]:
+    """Let the group that ``ranks`` alone make in the body be called ``name``, by which they find each other.
 
     torch puts into it how many groups a rank is in. Where those differ (a mesh over some ranks, a group of the first
     rank of each node), ranks would wait for each other forever.
     """
     c10d: Any = dist.distributed_c10d
-    torchs = getattr(c10d, "_hash_ranks_to_str", None)  # private to torch 2.13
-    c10d._hash_ranks_to_str = lambda ranks: name
+    torchs = getattr(c10d, "_hash_ranks_to_str", None)  # private to torch 2.13; another release may have none
+    if torchs is None:
+        yield
+        return
+    c10d._hash_ranks_to_str = lambda others: name if list(others) == list(ranks) else torchs(others)
     try:
         yield
     finally:
