@@ -1,4 +1,4 @@
-"""FSDP2 and tensor parallel inside pipeline stages: against torch's own, a loop by hand, and one process."""
+"""FSDP2 and tensor parallel inside pipeline stages, and both: against torch's own, a loop by hand, and one process."""
 
 import copy
 import functools
@@ -44,6 +44,11 @@ def loss_fn(output, target):
     return (output - target).double().square().sum()
 
 
+def batch(step, replica, dtype):
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    return [torch.randn(2 * K, 8, generator=generator).to(dtype) for _ in range(2)]
+
+
 def pipeline(kind, pp, parts, **settings):
     """Return the schedule over this rank's ``parts``, its stages, and a function that feeds it one step."""
     indices = range(pp.get_local_rank(), 2 * len(parts), 2)
@@ -54,11 +59,9 @@ def pipeline(kind, pp, parts, **settings):
     schedule = kind(stages[0] if len(parts) == 1 else stages, K, loss_fn=loss_fn, **settings)
 
     def feed(step, replica, dtype):
-        generator = torch.Generator().manual_seed(10 * step + replica)
-        x, target = (torch.randn(2 * K, 8, generator=generator).to(dtype) for _ in range(2))
+        x, target = batch(step, replica, dtype)
         args = (x,) if any(stage.is_first for stage in stages) else ()
         schedule.step(*args, target=target if any(stage.is_last for stage in stages) else None)
-        return x, target
 
     return feed
 
@@ -112,21 +115,23 @@ def fsdp2_in_stages(mesh, kind, policy):
 
 
 def tensor_in_stages(mesh, shard):
-    """fp64 with clipping, against the whole model on one process."""
-    pp = mesh["pp"]
+    """fp64 with clipping, against the whole model on one process. With replicas in the mesh, FSDP2 over them, too."""
+    pp, dp = mesh["pp"], mesh["dp"]
     torch.manual_seed(0)
     whole = nn.Sequential(*(Pair(8).double() for _ in range(2)))
     reference = copy.deepcopy(whole)
     part = parallelize_module(whole[pp.get_local_rank()], mesh["tp"], SPLIT)
+    if dp.size() > 1:
+        fully_shard(part, mesh=dp)
     feed = pipeline(Schedule1F1B, pp, [part])
-    optimizer = wrap(
-        part.named_parameters(), device_mesh=mesh["dp"], norm_group=pp.get_group(), shard=shard, max_grad_norm=1.0
-    )
+    optimizer = wrap(part.named_parameters(), device_mesh=dp, norm_group=pp.get_group(), shard=shard, max_grad_norm=1.0)
     reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     norms = []
     for step in range(3):
-        x, target = feed(step, 0, FP64)
-        (loss_fn(reference(x), target) / K).backward()
+        feed(step, dp.get_local_rank(), FP64)
+        for replica in range(dp.size()):
+            x, target = batch(step, replica, FP64)
+            (loss_fn(reference(x), target) / (K * dp.size())).backward()
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
         for opt in (optimizer, reference_optimizer):
             opt.step()
@@ -135,6 +140,10 @@ def tensor_in_stages(mesh, shard):
     expected = reference[pp.get_local_rank()].parameters()
     whole_of = [p.full_tensor() if isinstance(p, DTensor) else p for p in part.parameters()]
     return norms, [(p.detach(), q.detach()) for p, q in zip(whole_of, expected, strict=True)]
+
+
+def all_three(rank):
+    return tensor_in_stages(init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp")), "none")
 
 
 def names_the_nan(mesh):
@@ -181,13 +190,22 @@ def test_fsdp2_inside_stages_is_stock_in_fp32_and_updates_bf16_in_fp32(kind, pol
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
 def test_tensor_parallel_inside_stages_trains_as_one_process(shard):
-    for norms, ends in (on_rank[shard] for on_rank in run_in_stages()):
-        for found, expected in norms:
-            assert expected > 1.0
-            assert found == pytest.approx(expected, rel=DOUBLE_BOUND)
-        for found, expected in ends:
-            assert found.isfinite().all()
-            assert torch.allclose(found, expected, rtol=DOUBLE_BOUND, atol=DOUBLE_BOUND)
+    for on_rank in run_in_stages():
+        check_against_one_process(*on_rank[shard])
+
+
+def test_tensor_parallel_under_fsdp2_inside_stages_trains_as_one_process():
+    for norms, ends in run(all_three, 8, timeout=120):
+        check_against_one_process(norms, ends)
+
+
+def check_against_one_process(norms, ends):
+    for found, expected in norms:
+        assert expected > 1.0
+        assert found == pytest.approx(expected, rel=DOUBLE_BOUND)
+    for found, expected in ends:
+        assert found.isfinite().all()
+        assert torch.allclose(found, expected, rtol=DOUBLE_BOUND, atol=DOUBLE_BOUND)
 
 
 def test_a_nan_of_another_stage_raises_here_too_and_says_who_names_it():
