@@ -109,6 +109,15 @@ def check_bits_and_norms(ours, others, norms):
         assert found == pytest.approx(exact, rel=SINGLE_BOUND)
 
 
+def check_against_one_process(norms, ends):
+    for found, expected in norms:
+        assert expected > 1.0
+        assert found == pytest.approx(expected, rel=DOUBLE_BOUND)
+    for found, expected in ends:
+        assert found.isfinite().all()
+        assert torch.allclose(found, expected, rtol=DOUBLE_BOUND, atol=DOUBLE_BOUND)
+
+
 def wrap(params, lr=1e-2, **settings):
     return fusedopt.FusedMainGradOptimizer(torch.optim.AdamW(params, lr=lr, foreach=False), **settings)
 
@@ -279,12 +288,7 @@ def test_tensor_parallel_under_fsdp2_is_stock_in_fp32_and_sums_bf16_in_fp32(unde
 @pytest.mark.parametrize("plan", PLANS)
 def test_tensor_parallel_under_fsdp2_clips_and_trains_as_one_process(under_fsdp2, plan):
     for norms, ends, counts in (on_rank["fp64", plan] for on_rank in under_fsdp2):
-        for found, expected in norms:
-            assert expected > 1.0
-            assert found == pytest.approx(expected, rel=DOUBLE_BOUND)
-        for found, expected in ends:
-            assert found.isfinite().all()
-            assert torch.allclose(found, expected, rtol=DOUBLE_BOUND, atol=DOUBLE_BOUND)
+        check_against_one_process(norms, ends)
         assert counts == {"scalar": 2 * 3}  # each dimension once a step, whatever meshes there are; FSDP2 does the rest
 
 

@@ -23,12 +23,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 from tests.distributed.launcher import at, recorded_warnings, run
 from tests.distributed.test_combined_engines import (
     BF16,
-    DOUBLE_BOUND,
     FP64,
     POLICIES,
     SPLIT,
     Pair,
     are_equal,
+    check_against_one_process,
     check_bits_and_norms,
     exact_norm,
     local,
@@ -197,15 +197,6 @@ def test_tensor_parallel_inside_stages_trains_as_one_process(shard):
 def test_tensor_parallel_under_fsdp2_inside_stages_trains_as_one_process():
     for norms, ends in run(all_three, 8, timeout=120):
         check_against_one_process(norms, ends)
-
-
-def check_against_one_process(norms, ends):
-    for found, expected in norms:
-        assert expected > 1.0
-        assert found == pytest.approx(expected, rel=DOUBLE_BOUND)
-    for found, expected in ends:
-        assert found.isfinite().all()
-        assert torch.allclose(found, expected, rtol=DOUBLE_BOUND, atol=DOUBLE_BOUND)
 
 
 def test_a_nan_of_another_stage_raises_here_too_and_says_who_names_it():

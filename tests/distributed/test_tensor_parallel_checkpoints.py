@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import fusedopt
+from fusedopt.pieces import CheckpointPiece
 from tests.distributed.launcher import run
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -33,12 +34,12 @@ class Net(nn.Module):
     def __init__(self, dtype, seed=0):
         super().__init__()
         torch.manual_seed(seed)
-        self.words = nn.Embedding(23, 10, dtype=dtype)
-        self.norm = nn.LayerNorm(10, dtype=dtype)
-        self.up = nn.Linear(10, 7, dtype=dtype)
-        self.down = nn.Linear(7, 10, dtype=dtype)
+        self.norm = nn.LayerNorm(30, dtype=dtype)
+        self.words = nn.Embedding(123, 30, dtype=dtype)  # large enough that a shard cuts through each rank's part
+        self.up = nn.Linear(30, 37, dtype=dtype)
+        self.down = nn.Linear(37, 30, dtype=dtype)
         self.gate = nn.Parameter(torch.randn(1, 9, dtype=dtype))
-        self.head = nn.Linear(10, 3, dtype=dtype)
+        self.head = nn.Linear(30, 3, dtype=dtype)
 
 
 def region(param):
@@ -117,11 +118,16 @@ def reference(dtype, folder):
 
 
 def save(rank, cases, tensor_parallel, folder):
+    """Return how many slices of state begin inside the whole, and how many at its first element."""
+    pieces = []
     for number, layout, dtype in cases:
         net, optimizer = start(layout, dtype, tensor_parallel)
         train(net, optimizer, range(2))
         found = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}
+        pieces += [value for of in found["optim"]["state"].values() for value in of.values()]
         dcp.save(found, checkpoint_id=folder / f"{number}")
+    pieces = [piece for piece in pieces if isinstance(piece, CheckpointPiece) and piece._piece.numel()]
+    return [sum(any(piece._begin) for piece in pieces), sum(not any(piece._begin) for piece in pieces)]
 
 
 def load(rank, cases, tensor_parallel, folder, layout):
@@ -146,7 +152,9 @@ def saved(tmp_path_factory):
     for dtype in (BF16, FP32):
         reference(dtype, folder)
     cases = [(number, layout, BF16 if number != 2 else FP32) for number, layout in enumerate(LAYOUTS)]
-    run(save, 4, cases, 2, folder)
+    inside, at_first = map(sum, zip(*run(save, 4, cases, 2, folder), strict=True))
+    assert inside > 0
+    assert at_first > 0
     return folder, cases
 
 
@@ -196,3 +204,27 @@ def from_plain(rank, folder):
 
 def test_whole_state_of_one_process_is_cut_for_every_rank(saved):
     run(from_plain, 4, saved[0])
+
+
+def onto_a_rank_without_elements(rank):
+    """A model so small that the first rank updates all of it; one rank has its whole state, of a stock optimizer."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+    stock = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 4)).sum().backward()
+    stock.step()
+    net.zero_grad()
+    state = {name: stock.state[param] for name, param in net.named_parameters()}
+    groups = [{**stock.param_groups[0], "params": list(state)}]
+    optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.AdamW(net.named_parameters()), shard="optimizer")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    whole_state = {"state": state, "param_groups": groups} if rank == 0 else {}
+    set_optimizer_state_dict(net, optimizer, whole_state, options=options)
+    for name, param in net.named_parameters() if rank == 0 else ():
+        assert state[name]["exp_avg"].isfinite().all()
+        assert torch.equal(optimizer.state[param]["exp_avg"], state[name]["exp_avg"])
+    return sum(entry.part is not None for entry in optimizer._buffers.entries)
+
+
+def test_whole_state_is_broadcast_also_to_a_rank_that_has_no_element():
+    assert run(onto_a_rank_without_elements, 2) == [2, 0]
