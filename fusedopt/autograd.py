@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import FunctionMeta
 
 from fusedopt.backends import for_weight
-from fusedopt.main_grad import claim, has_main_grad
+from fusedopt.main_grad import AddingTo, describe, has_main_grad
 
 
 class Destination(enum.Enum):
@@ -84,13 +84,17 @@ class MainGradFunction(torch.autograd.Function, metaclass=_Meta):
             What ``backward`` must return for the weight: None; or ``grad`` where autograd asked for it
             (`torch.autograd.grad`, ``create_graph``), the weight has hooks that are to see it, arrived detached
             from its Parameter (reentrant checkpoint, as an argument), or has no main_grad.
+
+        Raises:
+            TypeError, ValueError: saying which argument is not what is needed; main_grad was not touched.
         """
         where = _destination(ctx, weight)
+        if where is Destination.DROP:
+            return None
+        _check_gradient(weight, grad)
         if where is Destination.RETURN:
             return _returned(weight, grad)
-        if where is Destination.ACCUMULATE:
-            has_sum = claim(weight)
-            main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
+        with AddingTo(weight) as (main_grad, has_sum):
             if has_sum:
                 main_grad.add_(grad)
             else:
@@ -112,17 +116,56 @@ class MainGradFunction(torch.autograd.Function, metaclass=_Meta):
 
         Returns:
             As `add_to_main_grad`. No product is formed where autograd does not ask for the weight's gradient.
+
+        Raises:
+            TypeError, ValueError: as `add_to_main_grad`.
         """
         where = _destination(ctx, weight)
         if where is Destination.DROP:
             return None
-        grad_output, input = (t.reshape(-1, t.shape[-1]) for t in (grad_output, input))
+        grad_output, input = _checked_operands(weight, grad_output, input)
         if where is Destination.RETURN:
             return _returned_product(weight, grad_output, input, exact)
-        has_sum = claim(weight)
-        main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
-        for_weight(weight).wgrad_accumulate_(main_grad, grad_output, input, accumulate=has_sum, exact=exact)
+        with AddingTo(weight) as (main_grad, has_sum):
+            for_weight(weight).wgrad_accumulate_(main_grad, grad_output, input, accumulate=has_sum, exact=exact)
         return None
+
+
+def _check_gradient(weight: Tensor, grad: Tensor) -> None:
+    if grad.shape != weight.shape or grad.device != weight.device:
+        raise ValueError(
+            f"the gradient for {describe(weight)} is {_form(grad)}, and the parameter {_form(weight)}; needed is the "
+            "parameter's shape on its device (a sum over tokens for a bias: grad_output.sum(0))"
+        )
+    if not grad.dtype.is_floating_point or grad.layout is not torch.strided:
+        raise TypeError(
+            f"the gradient for {describe(weight)} is {grad.dtype}, {grad.layout}; needed is a dense one of a floating "
+            "dtype"
+        )
+
+
+def _checked_operands(weight: Tensor, grad_output: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both operands as ``[tokens, channels]``, checked against ``weight`` and each other."""
+    if grad_output.dtype is not input.dtype or not input.dtype.is_floating_point:
+        raise TypeError(
+            f"for {describe(weight)}, grad_output is {grad_output.dtype} and input {input.dtype}; needed is one "
+            "floating dtype for both: under autocast the saved input is wider, so cast it, input.to(grad_output.dtype)"
+        )
+    if grad_output.dim() and input.dim() and weight.dim() == 2:
+        rows, columns = grad_output.reshape(-1, grad_output.shape[-1]), input.reshape(-1, input.shape[-1])
+        is_fit = rows.shape[0] == columns.shape[0] and weight.shape == (rows.shape[1], columns.shape[1])
+        if is_fit and grad_output.device == input.device == weight.device:
+            return rows, columns
+    what = "a Parameter" if isinstance(weight, nn.Parameter) else "no Parameter: is it an activation?"
+    raise ValueError(
+        f"for {describe(weight)}, the weight is {_form(weight)} ({what}), grad_output {_form(grad_output)} and input "
+        f"{_form(input)}; needed are [out, in], [*, out] and [*, in] with as many tokens, on one device, in the order "
+        "addmm_to_main_grad(ctx, weight, grad_output, input)"
+    )
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} on {tensor.device}"
 
 
 def _destination(ctx: Any, weight: Tensor) -> Destination:

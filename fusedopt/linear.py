@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from fusedopt.autograd import Destination, MainGradFunction, destination_of
 from fusedopt.backends import for_weight
-from fusedopt.main_grad import claim, has_main_grad
+from fusedopt.main_grad import claim_until_end, has_main_grad
 from fusedopt.main_grad import resolve as parameter_of
 
 
@@ -181,7 +181,7 @@ def _claim_for(token: Tensor, main_grad: Tensor) -> tuple[bool, bool]:
     if destination is Destination.DROP:
         return False, False
     was_attached = param.grad is param.main_grad
-    has_sum = claim(param)
+    has_sum = claim_until_end(param)
     if has_sum and not was_attached:  # a gradient set by hand went into main_grad; compiled code may hold a clone
         main_grad.copy_(param.main_grad)
     return True, has_sum
