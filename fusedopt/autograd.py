@@ -21,6 +21,7 @@ from torch.autograd.function import FunctionMeta
 
 from fusedopt.backends import for_weight
 from fusedopt.main_grad import AddingTo, describe, has_main_grad
+from fusedopt.threads import is_alone
 
 
 class Destination(enum.Enum):
@@ -175,7 +176,8 @@ def _destination(ctx: Any, weight: Tensor) -> Destination:
     if leaf is None:  # computed from a Parameter, or cast by custom_fwd: autograd carries it on
         return Destination.RETURN
     destination = destination_of(leaf, weight)
-    if destination is Destination.ACCUMULATE and weight._backward_hooks:  # a user's hook is to see the gradient
+    # A user's hook is to see the gradient; and autograd has the lock that keeps other threads' gradients apart.
+    if destination is Destination.ACCUMULATE and (weight._backward_hooks or not (weight.is_cuda or is_alone())):
         return Destination.RETURN
     return destination
 

@@ -233,7 +233,8 @@ class Slot:
         is_expected = self.num_fires == 0 and self.expected_fires == 1
         if main_grad is None or local is None or not is_expected or _is_capturing(local):
             return
-        if main_grad.is_zero and _holds_gradient(local, grad):  # type: ignore[attr-defined]
+        is_written = main_grad.is_zero and _holds_gradient(local, grad)  # type: ignore[attr-defined]
+        if is_written and main_grad.is_zero:  # type: ignore[attr-defined]  # asked again: fused layers in other threads
             local.zero_()
             raise RuntimeError(
                 f"something other than autograd added to the main_grad of parameter {self.name}: a layer in the style "
@@ -335,9 +336,12 @@ def _holds_gradient(held: Tensor, grad: Tensor | None) -> bool:
     low, high = held.aminmax()
     if grad is None:
         return bool((low != 0) | (high != 0))
+    delivered = dtensor.local_of(grad)
+    if delivered.data_ptr() == held.data_ptr():  # an alias that was hung on `.grad` by hand
+        return False
     if bool(low < high):
         return bool(low.isfinite() & high.isfinite())
-    return bool(low != 0) and torch.equal(held, dtensor.local_of(grad))
+    return bool(low != 0) and torch.equal(held, delivered)
 
 
 def _is_capturing(tensor: Tensor) -> bool:

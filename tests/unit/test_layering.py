@@ -70,7 +70,7 @@ TABLE = {
     "buckets": Row(2, ("layout", "checks", "dtensor", "main_grad"), ("torch",)),
     "replicas": Row(2, ("dtensor", "comm"), ("torch",)),
     "buffers": Row(4, ("layout", "dtensor", "buckets", "main_grad", "backends", "backends.torch_ops"), ("torch",)),
-    "autograd": Row(4, ("main_grad", "backends"), ("torch",)),
+    "autograd": Row(4, ("main_grad", "backends", "threads"), ("torch",)),
     "arrival": Row(5, ("dtensor", "buckets", "buffers", "checks", "main_grad", "threads"), ("torch",)),
     "compiling": Row(5, ("buffers",), ("torch",)),
     "window": Row(5, ("buffers",), ("torch",)),
