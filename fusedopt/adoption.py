@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedopt.arrival import Arrival
 from fusedopt.buffers import Buffers, Entry
-from fusedopt.checks import check_trainable, named_params
+from fusedopt.checks import check_trainable, named_params, refuse_replaced, refuse_shared_memory
 from fusedopt.gather import Gather
 from fusedopt.inner import Group, InnerOptimizers
 
@@ -49,6 +49,8 @@ class Adoption:
         """All trainable parameters, by ``id`` of the model parameter."""
         self.unfrozen: list[nn.Parameter] = []
         """Those that began to require a gradient after wrapping, in that order: their memory lies apart."""
+        self._num_looks = self._next_look = 0
+        self._looked_for: set[int] = set()
 
     def adopt_group(self, index: int, group: Group) -> None:
         """Give buffers, hooks and main_params to the trainable parameters of outer group ``index``."""
@@ -70,11 +72,29 @@ class Adoption:
             return
         for _, name, param in unfrozen:
             check_trainable(name, param)
+        held = [(entry.slot.name, entry.param) for entry in self._buffers.entries]
+        named = [(name, param) for _, name, param in unfrozen]
+        refuse_shared_memory([*held, *named], is_sharded=self._buffers.sharding.is_sharded)
         self._frozen = [item for item in self._frozen if not item[2].requires_grad]
         for index, name, param in unfrozen:
             self._arrival.unwatch(param)
             self.unfrozen.append(param)
             self._adopt(index, [(name, param)])
+
+    def look_for(self, absent: Sequence[Entry]) -> None:
+        """See whether parameters without a gradient, at a step, were replaced in their modules.
+
+        At once where all are absent; else ever more rarely, since in some models others are absent at each step.
+
+        Raises:
+            RuntimeError: as `refuse_replaced`.
+        """
+        self._num_looks += 1
+        is_due = self._num_looks >= self._next_look or len(absent) == len(self.entries)
+        if is_due and any(entry.number not in self._looked_for for entry in absent):
+            refuse_replaced([(entry.slot.name, entry.param) for entry in absent])
+            self._looked_for.update(entry.number for entry in absent)
+            self._next_look = 2 * self._num_looks
 
     def _adopt(self, index: int, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         shard_by = self._shard_by(index) if self._shard_by is not None else "element"

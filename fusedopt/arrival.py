@@ -121,7 +121,8 @@ def fold(door: Door, slot: Slot, param: Tensor) -> None:
 def _copy_alone(main_grad: Tensor, grad: Tensor) -> bool:
     """Copy a gradient into main_grad; return False if another thread may be adding to it.
 
-    Then it must not be exchanged: it stays with torch, which adds to it under a lock, until a later arrival or the step.
+    Then it must not be exchanged: it stays with torch, which adds to it under a lock, until a later arrival or the
+    step.
     """
     version = grad._version
     main_grad.is_zero = False  # type: ignore[attr-defined]
@@ -180,7 +181,8 @@ class Arrival:
         for entry in self._buffers.entries:
             grad = entry.param.grad
             if grad is None:
-                absent.append(entry)
+                if not entry.slot.is_reduced:
+                    absent.append(entry)
             elif grad is not entry.slot.main_grad:
                 with torch.no_grad():
                     arrive(self._door, entry.slot, entry.param)

@@ -83,8 +83,8 @@ def refuse_unsupported(config: MainGradConfig, *, requires_closure: bool, is_sha
         )
 
 
-def check_all_parameters(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers whose parameters cannot be wrapped; see `check_parameters`.
+def check_all_parameters(optimizers: Sequence[Optimizer], *, is_sharded: bool) -> None:
+    """Refuse optimizers whose parameters cannot be wrapped; see `check_parameters` and `refuse_shared_memory`.
 
     Raises:
         ValueError: also if no parameter requires a gradient.
@@ -101,6 +101,7 @@ def check_all_parameters(optimizers: Sequence[Optimizer]) -> None:
             f"none of the {len(named)} parameter(s) of the inner optimizer requires a gradient; unfreeze some "
             "(requires_grad_(True)) or pass those that train"
         )
+    refuse_shared_memory(named, is_sharded=is_sharded)
     refuse_ddp(trainable)
 
 
@@ -145,6 +146,12 @@ def check_parameters(named_params: Iterable[tuple[str, Tensor]]) -> None:
 
 def check_trainable(name: str, param: Tensor) -> None:
     """Refuse one trainable parameter that cannot have main_grad; see `check_parameters`."""
+    if not param.is_leaf:  # an optimizer with differentiable=True takes it
+        raise ValueError(
+            f"parameter {name} is not a leaf: it was computed ({param.grad_fn.name() if param.grad_fn else 'a view'}), "
+            "so that autograd hangs no gradient on it. Give the optimizer the Parameter it was computed from; "
+            "differentiable=True, for steps that are part of a graph, goes with the bare optimizer only"
+        )
     if param.is_complex():
         raise TypeError(
             f"parameter {name} is {param.dtype}; fusedopt wraps real parameters only. Hold it as two real ones "
@@ -172,12 +179,92 @@ def check_trainable(name: str, param: Tensor) -> None:
             f"the gradient that hangs on parameter {name} is sparse or part of a graph; clear it (param.grad = None) "
             "and make its layer deliver dense gradients before wrapping"
         )
+    if has_overlap(dtensor.local_of(param)):
+        raise ValueError(
+            f"parameter {name} has shape {tuple(param.shape)} with strides {param.stride()}: some of its elements are "
+            "the same memory (expand(), for one), and a step could not write them one by one. Make the small tensor "
+            "the Parameter and expand it in forward, or give each element memory of its own (param.detach().clone())"
+        )
     if hasattr(param, "main_grad"):
         raise RuntimeError(
             f"parameter {name} already has a main_grad: another FusedMainGradOptimizer (or Megatron's DDP) holds it, "
             "or its inner optimizer. Call unwrap() on that optimizer, or drop the last reference to it, before "
             "wrapping again"
         )
+
+
+def refuse_shared_memory(named: Sequence[tuple[str, Tensor]], *, is_sharded: bool) -> None:
+    """Raise if two trainable parameters have elements in common, and each would train a copy of them.
+
+    A float32 parameter that is whole on this rank trains in its own memory, as in torch, and may share it with others.
+
+    Args:
+        named: all parameters of one wrapper.
+        is_sharded: whether each is moved into memory of its own.
+
+    Raises:
+        ValueError: naming both.
+    """
+    spans = []
+    for name, param in named:
+        local = dtensor.local_of(param)
+        if param.requires_grad and local.numel() and local.layout is torch.strided and local.data_ptr():
+            spans.append((str(local.device), local.data_ptr(), local.data_ptr() + _extent(local), name, local))
+    spans.sort(key=lambda span: span[:3])
+    open_spans: list[Any] = []
+    for span in spans:
+        device, start, _, name, local = span
+        open_spans = [other for other in open_spans if other[0] == device and other[2] > start]
+        for _, _, _, other_name, other in open_spans:
+            are_copied = is_sharded or MAIN_DTYPES[local.dtype] is not local.dtype or other.dtype is not local.dtype
+            if are_copied and _have_common_elements(local, other):
+                raise ValueError(
+                    f"parameters {other_name} and {name} are two Parameters over the same memory, as nn.Parameter("
+                    "other.data) makes them: each would train a copy of it, and one would overwrite what the "
+                    "other learned. Tie them as one Parameter (module.weight = other.weight), or give the optimizer one of them"
+                )
+        open_spans.append(span)
+
+
+def has_overlap(tensor: Tensor) -> bool:
+    """Return whether elements of ``tensor`` share memory with each other."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() < 2:
+        return False
+    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    reach = 0  # the largest offset that smaller strides reach
+    for stride, size in dims:
+        if stride <= reach or stride == 0:
+            return stride == 0 or not _are_distinct(tensor)
+        reach += stride * (size - 1)
+    return False
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return how many bytes ``tensor`` spans, from its first element."""
+    numel = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return numel * tensor.element_size()
+
+
+def _bytes_of(tensor: Tensor, start: int, end: int) -> Tensor:
+    """Return, on the CPU, which bytes in ``[start, end)`` belong to ``tensor``."""
+    width = tensor.element_size()
+    mask = torch.zeros(end - start, dtype=torch.bool)
+    strides = [*(stride * width for stride in tensor.stride()), 1]
+    mask.as_strided((*tensor.shape, width), strides, tensor.data_ptr() - start).fill_(True)
+    return mask
+
+
+def _have_common_elements(one: Tensor, other: Tensor) -> bool:
+    if one.is_contiguous() and other.is_contiguous():  # their spans overlap, and have no gaps
+        return True
+    start = min(one.data_ptr(), other.data_ptr())
+    end = max(t.data_ptr() + _extent(t) for t in (one, other))
+    return bool((_bytes_of(one, start, end) & _bytes_of(other, start, end)).any())
+
+
+def _are_distinct(tensor: Tensor) -> bool:
+    start = tensor.data_ptr()
+    return int(_bytes_of(tensor, start, start + _extent(tensor)).sum()) == tensor.numel() * tensor.element_size()
 
 
 def check_engines(named: Sequence[tuple[str, Tensor]], shard: str) -> bool:
@@ -279,6 +366,39 @@ def _refuse_orphans(trainable: Sequence[tuple[str, Tensor]]) -> None:
                 f"parameter {name} is in no live module, and there is one with a DTensor parameter of its shape: "
                 "parallelize_module or fully_shard replaced it after the optimizer was made. Parallelise first, then "
                 "make the optimizer from model.parameters(), then wrap"
+            )
+
+
+def refuse_replaced(absent: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise if another Parameter trains in the place of one of ``absent``, which got no gradient.
+
+    Looks through the objects alive, about 0.1 s: a Parameter of the same form that no wrapper holds, with a gradient,
+    in a live module, while no module holds the one that was wrapped.
+
+    Args:
+        absent: parameters of one wrapper, with their names.
+
+    Raises:
+        RuntimeError: naming both.
+    """
+    held: set[int] = set()
+    training: dict[tuple[torch.Size, torch.dtype], str] = {}
+    for module in gc.get_objects():
+        if not issubclass(type(module), nn.Module):
+            continue
+        for name, param in vars(module).get("_parameters", {}).items():
+            held.add(id(param))
+            is_strange = isinstance(param, nn.Parameter) and param.is_leaf and not hasattr(param, "main_grad")
+            if is_strange and param.grad is not None:
+                training[param.shape, param.dtype] = f"{type(module).__name__}.{name}"
+    for name, param in absent:
+        found = training.get((param.shape, param.dtype))
+        if id(param) not in held and found is not None:
+            raise RuntimeError(
+                f"parameter {name} got no gradient and is in no live module, while {found}, of the same shape, has one "
+                "and belongs to no wrapper: load_state_dict(assign=True), or `module.weight = nn.Parameter(...)`, put "
+                "it there after wrapping, and it would never train. Load with assign=True first, then make the "
+                "optimizer and wrap; or load without assign, which copies into the parameters that train"
             )
 
 

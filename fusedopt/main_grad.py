@@ -38,7 +38,8 @@ def register(param: Tensor, main_grad: Tensor, backend: Any = None, name: str = 
     It carries ``num_first_touches``, how often it was claimed, and ``token``, a 0-d int64 CPU tensor by
     which compiled code, where `resolve` runs, names the parameter: such code sees clones of main_grad; and
     ``backend``, the `Backend` that adds to it, None where that is left to "auto"; ``writer``, see `follow_writer`;
-    ``is_zero``, whether nobody who may has written into it yet; ``is_added_to``, see `take_note_of_layer`; and ``param_name``, for messages.
+    ``is_zero``, whether nobody who may has written into it yet; ``is_added_to``, see `take_note_of_layer`; and
+    ``param_name``, for messages.
     """
     number = next(_numbers)
     _params[number] = param

@@ -32,6 +32,7 @@ from fusedopt.checks import (
     checked_optimizers,
     default_name,
     named_params,
+    refuse_shared_memory,
     refuse_unsupported,
 )
 from fusedopt.clip import Clip
@@ -97,7 +98,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             inner_optimizers = InnerOptimizers(optimizers)
             is_sharded = config.shard != "none" and comm.num_shards > 1
             refuse_unsupported(config, requires_closure=inner_optimizers.requires_closure, is_sharded=is_sharded)
-            check_all_parameters(optimizers)
+            check_all_parameters(optimizers, is_sharded=is_sharded)
             is_fsdp = check_engines(all_named(optimizers), config.shard)
             _resolve_all(config.backend, all_named(optimizers))
             ShardBy(inner_optimizers, config.shard_by).check(is_sharded=is_sharded)
@@ -159,6 +160,8 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         named = [p if isinstance(p, tuple) else (default_name(index, i), p) for i, p in enumerate(params)]
         with self._comm.together():
             check_parameters(named)
+            held = [(entry.slot.name, entry.param) for entry in self._buffers.entries]
+            refuse_shared_memory([*held, *named], is_sharded=self._buffers.sharding.is_sharded)
             _resolve_all(self.config.backend, named)
             self._inner.add_group({**param_group, "params": params})
         inner_group = self._inner.group(index)
@@ -220,7 +223,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         compiling.watch(self._buffers)
         self._adoption.adopt_unfrozen()
         self._buffers.check_views()
-        self._arrival.adopt()
+        self._adoption.look_for(self._arrival.adopt())
         self._window.check_kept()
         self._reduction.note_versions()
 
