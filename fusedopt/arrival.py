@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fusedopt import dtensor
+from fusedopt import dtensor, threads
 from fusedopt.buckets import Slot
 from fusedopt.buffers import Buffers, Entry
 from fusedopt.checks import refuse_ddp
-from fusedopt.main_grad import claim, follow_writer, refuse_gradient, take_note_of_layer
-from fusedopt.threads import Overlaps, is_alone
+from fusedopt.main_grad import claim, follow_writer, refuse_gradient
 
 Listener = Callable[[Slot], None]
 
@@ -41,7 +40,6 @@ class Door:
     def __init__(self, listener: Listener | None) -> None:
         self._listener = weakref.WeakMethod(listener) if listener is not None else None
         self._has_searched = False
-        self.overlaps = Overlaps()
 
     @property
     def may_wait(self) -> bool:
@@ -69,9 +67,7 @@ def arrive(door: Door, slot: Slot, param: Tensor) -> None:
 
 def arrive_on_cpu(door: Door, slot: Slot, param: Tensor) -> None:
     """Do the same where each backward runs in its caller's thread, so that several may run at once."""
-    is_fused = take_note_of_layer(slot.main_grad)
-    if is_fused is not None:
-        door.overlaps.enter(is_fused=is_fused)
+    threads.arrived(door)
     arrive(door, slot, param)
 
 
@@ -107,28 +103,16 @@ def fold(door: Door, slot: Slot, param: Tensor) -> None:
     refuse_gradient(param, grad, f"parameter {slot.name}", is_fsdp=slot.is_fsdp)
     if main_grad is not None and main_grad.is_zero:  # type: ignore[attr-defined]
         slot.refuse_unseen_write(grad)
-    is_copied = False
     if dtensor.is_dtensor(param):
         _place(slot, param, grad)
-    elif main_grad is not None and slot.device.type == "cpu" and door.may_wait:
-        is_copied = True
-        if not _copy_alone(main_grad, grad):
-            return
-    claim(param, is_copied=is_copied)
+    if slot.device.type != "cpu" or not door.may_wait or torch._C._current_graph_task_id() < 0:
+        claim(param)
+    else:
+        with threads.lock:
+            if not threads.is_alone():
+                return  # it stays with torch, which adds to it under a lock, until a later arrival or the step
+            claim(param)
     follow_writer(param.main_grad, will_write=False)  # type: ignore[attr-defined]
-
-
-def _copy_alone(main_grad: Tensor, grad: Tensor) -> bool:
-    """Copy a gradient into main_grad; return False if another thread may be adding to it.
-
-    Then it must not be exchanged: it stays with torch, which adds to it under a lock, until a later arrival or the
-    step.
-    """
-    version = grad._version
-    main_grad.is_zero = False  # type: ignore[attr-defined]
-    if grad.data_ptr() != main_grad.data_ptr():  # no alias, hung there by hand
-        main_grad.copy_(grad)
-    return torch._C._current_graph_task_id() < 0 or (is_alone() and grad._version == version)
 
 
 def _place(slot: Slot, param: Tensor, grad: Tensor) -> None:
@@ -155,6 +139,7 @@ class Arrival:
 
     def watch(self, entries: Sequence[Entry]) -> None:
         """Fold every gradient that arrives for ``entries`` from now on."""
+        threads.watch()
         for entry in entries:
             hook = arrive_on_cpu if entry.slot.device.type == "cpu" else arrive
             self._hook_first(entry.param, functools.partial(hook, self._door, entry.slot))

@@ -12,6 +12,7 @@ Knows nothing of layers, buffers or ranks.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.function import FunctionMeta
 
+from fusedopt import threads
 from fusedopt.backends import for_weight
 from fusedopt.main_grad import AddingTo, describe, has_main_grad
-from fusedopt.threads import is_alone
 
 
 class Destination(enum.Enum):
@@ -93,14 +94,15 @@ class MainGradFunction(torch.autograd.Function, metaclass=_Meta):
         if where is Destination.DROP:
             return None
         _check_gradient(weight, grad)
-        if where is Destination.RETURN:
-            return _returned(weight, grad)
-        with AddingTo(weight) as (main_grad, has_sum):
+
+        def write(main_grad: Tensor, has_sum: bool) -> None:
             if has_sum:
                 main_grad.add_(grad)
             else:
                 main_grad.copy_(grad)
-        return None
+
+        is_added = where is Destination.ACCUMULATE and _add(weight, write)
+        return None if is_added else _returned(weight, grad)
 
     @staticmethod
     def addmm_to_main_grad(
@@ -125,11 +127,29 @@ class MainGradFunction(torch.autograd.Function, metaclass=_Meta):
         if where is Destination.DROP:
             return None
         grad_output, input = _checked_operands(weight, grad_output, input)
-        if where is Destination.RETURN:
-            return _returned_product(weight, grad_output, input, exact)
-        with AddingTo(weight) as (main_grad, has_sum):
+
+        def write(main_grad: Tensor, has_sum: bool) -> None:
             for_weight(weight).wgrad_accumulate_(main_grad, grad_output, input, accumulate=has_sum, exact=exact)
-        return None
+
+        is_added = where is Destination.ACCUMULATE and _add(weight, write)
+        return None if is_added else _returned_product(weight, grad_output, input, exact)
+
+
+def _add(weight: Tensor, write: Callable[[Tensor, bool], None]) -> bool:
+    """Let ``write`` add to the main_grad of ``weight``; return False where that is better left to autograd.
+
+    Autograd has the lock that keeps apart what other threads add.
+    """
+    if weight.is_cuda:
+        with AddingTo(weight) as (main_grad, has_sum):
+            write(main_grad, has_sum)
+        return True
+    with threads.lock:
+        if not threads.is_alone():
+            return False
+        with AddingTo(weight) as (main_grad, has_sum):
+            write(main_grad, has_sum)
+    return True
 
 
 def _check_gradient(weight: Tensor, grad: Tensor) -> None:
@@ -176,8 +196,7 @@ def _destination(ctx: Any, weight: Tensor) -> Destination:
     if leaf is None:  # computed from a Parameter, or cast by custom_fwd: autograd carries it on
         return Destination.RETURN
     destination = destination_of(leaf, weight)
-    # A user's hook is to see the gradient; and autograd has the lock that keeps other threads' gradients apart.
-    if destination is Destination.ACCUMULATE and (weight._backward_hooks or not (weight.is_cuda or is_alone())):
+    if destination is Destination.ACCUMULATE and weight._backward_hooks:  # a user's hook is to see the gradient
         return Destination.RETURN
     return destination
 

@@ -233,8 +233,7 @@ class Slot:
         is_expected = self.num_fires == 0 and self.expected_fires == 1
         if main_grad is None or local is None or not is_expected or _is_capturing(local):
             return
-        is_written = main_grad.is_zero and _holds_gradient(local, grad)  # type: ignore[attr-defined]
-        if is_written and main_grad.is_zero:  # type: ignore[attr-defined]  # asked again: fused layers in other threads
+        if main_grad.is_zero and _holds_gradient(local, grad):  # type: ignore[attr-defined]
             local.zero_()
             raise RuntimeError(
                 f"something other than autograd added to the main_grad of parameter {self.name}: a layer in the style "

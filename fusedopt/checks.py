@@ -219,9 +219,10 @@ def refuse_shared_memory(named: Sequence[tuple[str, Tensor]], *, is_sharded: boo
             are_copied = is_sharded or MAIN_DTYPES[local.dtype] is not local.dtype or other.dtype is not local.dtype
             if are_copied and _have_common_elements(local, other):
                 raise ValueError(
-                    f"parameters {other_name} and {name} are two Parameters over the same memory, as nn.Parameter("
-                    "other.data) makes them: each would train a copy of it, and one would overwrite what the "
-                    "other learned. Tie them as one Parameter (module.weight = other.weight), or give the optimizer one of them"
+                    f"parameters {other_name} and {name} are two Parameters over the same memory, as "
+                    "nn.Parameter(other.data) makes them: each would train a copy of it, and one would overwrite what "
+                    "the other learned. Tie them as one Parameter (module.weight = other.weight), or give the "
+                    "optimizer one of them"
                 )
         open_spans.append(span)
 

@@ -50,7 +50,8 @@ def fused_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, e
         return F.linear(input, weight, bias)
     if torch.compiler.is_compiling():
         main_grad: Any = weight.main_grad  # type: ignore[attr-defined]
-        bias_grad: Any = getattr(bias, "main_grad", None) if bias is not None and bias.requires_grad else None
+        is_bias_fused = bias is not None and bias.requires_grad and has_main_grad(bias)
+        bias_grad: Any = bias.main_grad if is_bias_fused else None  # type: ignore[union-attr]
         output = _CompiledLinear.apply(  # type: ignore[no-untyped-call]
             input, weight, bias, main_grad, main_grad.token, bias_grad, getattr(bias_grad, "token", None), exact
         )

@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from fusedopt import dtensor
+from fusedopt import dtensor, threads
 
 OUR_ATTRIBUTES = ("main_grad", "lend_main_grad", "get_main_grad", "__fsdp_param__", "__getstate__")
 """What wrapping may attach to a parameter."""
 
 _numbers = itertools.count()
 _params: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-_have_layers_added = False
 
 
 def register(param: Tensor, main_grad: Tensor, backend: Any = None, name: str = "") -> None:
@@ -38,8 +37,7 @@ def register(param: Tensor, main_grad: Tensor, backend: Any = None, name: str = 
     It carries ``num_first_touches``, how often it was claimed, and ``token``, a 0-d int64 CPU tensor by
     which compiled code, where `resolve` runs, names the parameter: such code sees clones of main_grad; and
     ``backend``, the `Backend` that adds to it, None where that is left to "auto"; ``writer``, see `follow_writer`;
-    ``is_zero``, whether nobody who may has written into it yet; ``is_added_to``, see `take_note_of_layer`; and
-    ``param_name``, for messages.
+    ``is_zero``, whether nobody who may has written into it yet; and ``param_name``, for messages.
     """
     number = next(_numbers)
     _params[number] = param
@@ -48,7 +46,6 @@ def register(param: Tensor, main_grad: Tensor, backend: Any = None, name: str = 
     main_grad.backend = backend  # type: ignore[attr-defined]
     main_grad.writer = None  # type: ignore[attr-defined]
     main_grad.is_zero = True  # type: ignore[attr-defined]
-    main_grad.is_added_to = False  # type: ignore[attr-defined]
     main_grad.param_name = name  # type: ignore[attr-defined]
     param.main_grad = main_grad  # type: ignore[attr-defined]
 
@@ -132,15 +129,11 @@ def _claimed(param: weakref.ref[Tensor]) -> Tensor | None:
     return alive.main_grad  # type: ignore[attr-defined,no-any-return]
 
 
-def claim(param: Tensor, *, is_copied: bool = False) -> bool:
+def claim(param: Tensor) -> bool:
     """Hang main_grad on ``param.grad``, taking over a gradient that was set by hand.
 
     Where main_grads are lent, ``param.main_grad`` exists from here on. Whoever writes next does so through
     `AddingTo` or after `claim_until_end`, which undo this where the write fails.
-
-    Args:
-        param: a parameter with a main_grad.
-        is_copied: whether main_grad holds that gradient already.
 
     Returns:
         True if main_grad holds a sum to add to, False if its bytes are old and have to be overwritten.
@@ -151,7 +144,7 @@ def claim(param: Tensor, *, is_copied: bool = False) -> bool:
     follow_writer(main_grad, will_write=True)
     if grad is main_grad:
         return True
-    if grad is not None and not is_copied:
+    if grad is not None:
         dtensor.copy_local_(main_grad, grad)
     hang(param, main_grad)
     main_grad.num_first_touches += 1
@@ -182,15 +175,12 @@ class AddingTo:
         self._number = -1
 
     def __enter__(self) -> tuple[Tensor, bool]:
-        global _have_layers_added
-        _have_layers_added = True
         param = self._param
         self._before = param.grad
         if self._before is not None and self._before is not param.main_grad:
             refuse_gradient(param, self._before, describe(param))
         has_sum = claim(param)
         main_grad: Tensor = param.main_grad
-        main_grad.is_added_to = True  # type: ignore[attr-defined]
         if self._before is not main_grad:
             self._number = main_grad.num_first_touches  # type: ignore[attr-defined]
         return main_grad, has_sum
@@ -208,16 +198,6 @@ class AddingTo:
         if main_grad is not None and param.grad is main_grad and main_grad.num_first_touches == self._number:
             param.grad = self._before
             main_grad.num_first_touches -= 1
-
-
-def take_note_of_layer(main_grad: Any) -> bool | None:
-    """Return whether a layer added to ``main_grad`` itself since this was last asked; None if none ever did to any."""
-    if not _have_layers_added:
-        return None
-    is_added_to = main_grad is not None and main_grad.is_added_to
-    if is_added_to:
-        main_grad.is_added_to = False
-    return is_added_to
 
 
 class _UntilEnd:
@@ -243,6 +223,7 @@ def claim_until_end(param: Tensor) -> bool:
     Returns:
         As `claim`.
     """
+    threads.note_unguarded()
     before = param.grad
     adding = AddingTo(param)
     main_grad, has_sum = adding.__enter__()

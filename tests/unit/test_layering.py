@@ -51,7 +51,7 @@ TABLE = {
     "layout": Row(0),
     "planner": Row(1, ("layout",)),
     "checks": Row(1, ("config", "dtensor"), ("torch",)),
-    "main_grad": Row(1, ("dtensor",), ("torch",)),
+    "main_grad": Row(1, ("dtensor", "threads"), ("torch",)),
     "comm": Row(1, (), ("torch", "torch.distributed")),
     "dtensor": Row(0, (), ("torch",), lazily=("torch.distributed",)),
     "backends.offers": Row(0, (), ("torch",)),
@@ -65,7 +65,7 @@ TABLE = {
         3, ("_version", "backends.offers", "backends.torch_ops", "backends.selfcheck"), ("torch",), lazily=ADAPTERS
     ),
     "backward": Row(1, (), ("torch",)),
-    "threads": Row(1, (), ("torch",)),
+    "threads": Row(0, (), ("torch",)),
     "pieces": Row(2, ("layout",), ("torch",), lazily=("torch.distributed",)),
     "buckets": Row(2, ("layout", "checks", "dtensor", "main_grad"), ("torch",)),
     "replicas": Row(2, ("dtensor", "comm"), ("torch",)),
