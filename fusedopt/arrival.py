@@ -100,12 +100,12 @@ def fold(door: Door, slot: Slot, param: Tensor) -> None:
         return
     door.refuse_ddp(param)
     slot.check(param)
-    refuse_gradient(param, grad, f"parameter {slot.name}", is_fsdp=slot.is_fsdp)
+    refuse_gradient(param, grad, name=slot.name, is_fsdp=slot.is_fsdp)
     if main_grad is not None and main_grad.is_zero:  # type: ignore[attr-defined]
         slot.refuse_unseen_write(grad)
     if dtensor.is_dtensor(param):
         _place(slot, param, grad)
-    if slot.device.type != "cpu" or not door.may_wait or torch._C._current_graph_task_id() < 0:
+    if grad.is_cuda or not door.may_wait or torch._C._current_graph_task_id() < 0:
         claim(param)
     else:
         with threads.lock:

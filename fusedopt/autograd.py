@@ -173,14 +173,14 @@ def _checked_operands(weight: Tensor, grad_output: Tensor, input: Tensor) -> tup
             "floating dtype for both: under autocast the saved input is wider, so cast it, input.to(grad_output.dtype)"
         )
     if grad_output.dim() and input.dim() and weight.dim() == 2:
-        rows, columns = grad_output.reshape(-1, grad_output.shape[-1]), input.reshape(-1, input.shape[-1])
-        is_fit = rows.shape[0] == columns.shape[0] and weight.shape == (rows.shape[1], columns.shape[1])
-        if is_fit and grad_output.device == input.device == weight.device:
+        rows, columns = (t if t.dim() == 2 else t.reshape(-1, t.shape[-1]) for t in (grad_output, input))
+        num_tokens, num_out = rows.shape
+        if columns.shape == (num_tokens, weight.shape[1]) and num_out == weight.shape[0]:
             return rows, columns
     what = "a Parameter" if isinstance(weight, nn.Parameter) else "no Parameter: is it an activation?"
     raise ValueError(
         f"for {describe(weight)}, the weight is {_form(weight)} ({what}), grad_output {_form(grad_output)} and input "
-        f"{_form(input)}; needed are [out, in], [*, out] and [*, in] with as many tokens, on one device, in the order "
+        f"{_form(input)}; needed are [out, in], [*, out] and [*, in] with as many tokens, in the order "
         "addmm_to_main_grad(ctx, weight, grad_output, input)"
     )
 

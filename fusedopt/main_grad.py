@@ -178,7 +178,7 @@ class AddingTo:
         param = self._param
         self._before = param.grad
         if self._before is not None and self._before is not param.main_grad:
-            refuse_gradient(param, self._before, describe(param))
+            refuse_gradient(param, self._before)
         has_sum = claim(param)
         main_grad: Tensor = param.main_grad
         if self._before is not main_grad:
@@ -232,23 +232,29 @@ def claim_until_end(param: Tensor) -> bool:
     return has_sum
 
 
-def refuse_gradient(param: Tensor, grad: Tensor, who: str, *, is_fsdp: bool = False) -> None:
+def refuse_gradient(param: Tensor, grad: Tensor, *, name: str = "", is_fsdp: bool = False) -> None:
     """Raise if ``grad``, which hangs on ``param`` and is not its main_grad, cannot be taken over into that.
 
     Args:
         param: an earlier sum in its main_grad stays; a gradient of a kind that has no place there is taken off.
         grad: what autograd left on ``.grad``, or a hand.
-        who: what messages call ``param``.
+        name: of ``param``, for messages; default: what its main_grad says.
         is_fsdp: whether FSDP2 hangs up gradients, in the parameter's dtype.
 
     Raises:
         RuntimeError: part of a graph; another dtype or shape.
         TypeError: sparse.
     """
+    main_grad = param.main_grad  # type: ignore[attr-defined]
+    needed = main_grad.dtype if main_grad is not None else torch.promote_types(param.dtype, torch.float32)
+    is_of_dtype = grad.dtype is needed or (is_fsdp and grad.dtype is param.dtype)
+    if is_of_dtype and not grad.requires_grad and grad.layout is torch.strided and grad.shape == param.shape:
+        return
+    who = f"parameter {name}" if name else describe(param)
     if grad.requires_grad:
         # Under create_graph autograd adds out of place: then main_grad still holds the earlier sum.
         is_sum = grad.grad_fn is not None and grad.grad_fn.name() == "AddBackward0"
-        param.grad = param.main_grad if is_sum else None  # type: ignore[attr-defined]
+        param.grad = main_grad if is_sum else None
         raise RuntimeError(
             f"the gradient of {who} is part of a graph: backward(create_graph=True) would keep that graph in "
             "main_grad, or lose it. Use torch.autograd.grad(loss, parameters, create_graph=True), which leaves "
@@ -260,9 +266,7 @@ def refuse_gradient(param: Tensor, grad: Tensor, who: str, *, is_fsdp: bool = Fa
             f"the gradient of {who} is {grad.layout}; main_grad is dense. Use dense gradients "
             "(nn.Embedding(sparse=False)), or leave this parameter to an optimizer of its own"
         )
-    needed = torch.promote_types(param.dtype, torch.float32)
-    if grad.shape != param.shape or not (grad.dtype is needed or (is_fsdp and grad.dtype is param.dtype)):
-        raise RuntimeError(
-            f"the gradient of {who} is {grad.dtype} with shape {tuple(grad.shape)}; needed is {needed} with shape "
-            f"{tuple(param.shape)}. Assign such a tensor, or None to clear"
-        )
+    raise RuntimeError(
+        f"the gradient of {who} is {grad.dtype} with shape {tuple(grad.shape)}; needed is {needed} with shape "
+        f"{tuple(param.shape)}. Assign such a tensor, or None to clear"
+    )
