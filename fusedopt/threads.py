@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 lock = threading.RLock()
-"""Held where a backward begins and ends; whoever holds it knows that none does."""
+"""Held where a backward begins or ends: while somebody else holds it, none does."""
 
 _running: list[_Call] = []
 _own = threading.local()
@@ -88,12 +88,19 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         _running.append(call)
     try:
         result = _torchs_run_backward(*args, **kwargs)
-    finally:
-        _own.call = None
-        with lock:
-            _running.remove(call)
+    except BaseException:
+        _end(call)
+        call.others.clear()
+        raise
+    _end(call)
     try:
         call.check()
     finally:
         call.others.clear()
     return result
+
+
+def _end(call: _Call) -> None:
+    _own.call = None
+    with lock:
+        _running.remove(call)
