@@ -1,4 +1,4 @@
-"""What ranks say to each other when they meet: one message, of which all read the maximum.
+"""What ranks say to each other about one wrapper when they meet: bits, of which all read the union.
 
     arrival -> reduction: [ballot] -> clip
 
@@ -11,32 +11,21 @@ Knows nothing of collectives.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from fusedopt.buckets import Bucket
 from fusedopt.buffers import Buffers, Entry
+from fusedopt.channel import Kind
 
-_BLOCK = 1024
-"""Bytes; messages are padded to whole blocks, so that ranks with different parameters can still be told apart."""
-
-_NUMBER_BYTES = 4  # of each number, followed by its complement: all agree where maximum and complement match
-
-
-class Kind(enum.IntEnum):
-    """Where a rank is when it meets the others."""
-
-    BACKWARD = 0
-    CLIP = 1
-    STEP = 2
-
+_NUMBER_BYTES = 4  # of each number, followed by its inverse: all agree where the two have no bit in common
+_HEAD_BYTES = 2 + 2 * 2 * _NUMBER_BYTES
 
 _HAS, _SENT_KEPT, _SENT_CLEARED, _GIVEN_KEPT, _GIVEN_CLEARED, _IS_SHARE = (1 << bit for bit in range(6))
-_PER_PARAM = (_HAS, _SENT_KEPT, _SENT_CLEARED, _GIVEN_KEPT, _GIVEN_CLEARED, _IS_SHARE)
+"""One byte per parameter."""
+
+_IS_DIRTY, _STAYS, _IS_SETTLED = (1 << bit for bit in range(3))
+"""One byte per bucket. Stays: it was not launched, and has a gradient."""
 
 
 class Ballot:
@@ -90,30 +79,21 @@ class Ballot:
         self._votes_on_given.clear()
         self._given = {entry.number: self._mark(entry) for entry in entries}
 
-    def fill(self, kind: Kind, *, has_started: bool, waiting: Collection[int], has_problem: bool) -> Tensor:
-        """Return what this rank says, uint8 on CPU.
+    def fill(self, kind: Kind, *, has_started: bool, waiting: Collection[int]) -> bytes:
+        """Return what this rank says.
 
         Args:
             kind: where it is.
             has_started: whether it launched a bucket in this round.
             waiting: indices of those that it did not.
-            has_problem: whether it cannot go on.
         """
-        buffers = self._buffers
-        head = [int(kind is k) for k in Kind] + [int(has_started), int(has_problem)]
-        for number in (len(buffers.entries), len(buffers.buckets)):
+        head = [1 << kind, int(has_started)]
+        for number in (len(self._buffers.entries), len(self._buffers.buckets)):
             low = number.to_bytes(_NUMBER_BYTES, "little")
             head += [*low, *(255 - byte for byte in low)]
-        body = bytearray(head)
-        bits = [self._bits(entry) for entry in buffers.entries]
-        for bit in _PER_PARAM:
-            body += bytes(1 if value & bit else 0 for value in bits)
-        hangs = [any(entry.param.grad is not None for entry in bucket.entries) for bucket in buffers.buckets]
-        body += bytes(h and bucket.is_dirty for h, bucket in zip(hangs, buffers.buckets, strict=True))
-        body += bytes(h and bucket.index in waiting for h, bucket in zip(hangs, buffers.buckets, strict=True))
-        body += bytes(bucket.is_settled for bucket in buffers.buckets)
-        body += bytes(-len(body) % _BLOCK)
-        return torch.frombuffer(body, dtype=torch.uint8)
+        body = [self._bits(entry) for entry in self._buffers.entries]
+        body += [_bucket_bits(bucket, is_waiting=bucket.index in waiting) for bucket in self._buffers.buckets]
+        return bytes(head + body)
 
     def _bits(self, entry: Entry) -> int:
         number = entry.number
@@ -129,72 +109,69 @@ class Ballot:
             bits |= _GIVEN_KEPT if self._is_kept(entry, self._given[number]) else _GIVEN_CLEARED
         return bits
 
-    def read(self, message: Tensor) -> Says:
+    def read(self, said: bytes) -> Says:
         """Return what all ranks together say."""
-        said = message.numpy().tobytes()
-        kinds = [bool(said[k]) for k in Kind]
-        has_started, has_problem = bool(said[len(kinds)]), bool(said[len(kinds) + 1])
-        start = len(kinds) + 2
-        agrees = True
-        for _ in range(2):
-            low, high = said[start : start + _NUMBER_BYTES], said[start + _NUMBER_BYTES : start + 2 * _NUMBER_BYTES]
-            agrees = agrees and all(a + b == 255 for a, b in zip(low, high, strict=True))
-            start += 2 * _NUMBER_BYTES
+        numbers = [said[start : start + 2 * _NUMBER_BYTES] for start in range(2, _HEAD_BYTES, 2 * _NUMBER_BYTES)]
+        agrees = not any(number[i] & number[i + _NUMBER_BYTES] for number in numbers for i in range(_NUMBER_BYTES))
         num = len(self._buffers.entries)
-        rows = [said[start + i * num : start + (i + 1) * num] for i in range(len(_PER_PARAM))]
-        start, num = start + len(_PER_PARAM) * num, len(self._buffers.buckets)
-        dirty, stays, settled = (said[start + i * num : start + (i + 1) * num] for i in range(3))
-        if has_started and self._buffers.sharding.shard == "none":
-            # The mean of before hangs on every rank. Some sent it with the round, so it has to move on all.
-            dirty = bytes(map(max, dirty, stays))
-        return Says(kinds, has_started, has_problem, agrees, rows, dirty, settled, self._buffers)
+        params, buckets = said[_HEAD_BYTES : _HEAD_BYTES + num], said[_HEAD_BYTES + num :]
+        has_started = bool(said[1])
+        # The mean of before hangs on every rank. Where some sent it with the round, it has to move on all.
+        dirty = _IS_DIRTY | (_STAYS if has_started and self._buffers.sharding.shard == "none" else 0)
+        return Says(said[0], has_started, agrees, params, buckets, dirty, self._buffers)
+
+
+def _bucket_bits(bucket: Bucket, *, is_waiting: bool) -> int:
+    bits = _IS_SETTLED if bucket.is_settled else 0
+    if (bucket.is_dirty or is_waiting) and any(entry.param.grad is not None for entry in bucket.entries):
+        bits |= (_IS_DIRTY if bucket.is_dirty else 0) | (_STAYS if is_waiting else 0)
+    return bits
 
 
 @dataclass(frozen=True)
 class Says:
     """What all ranks together said."""
 
-    kinds: Sequence[bool]
+    kinds: int
     has_started: bool
-    has_problem: bool
     agrees_on_numbers: bool
-    rows: Sequence[bytes]
-    dirty: bytes
-    settled: bytes
+    params: bytes
+    buckets: bytes
+    dirty: int
     buffers: Buffers
 
     def all_are(self, kind: Kind) -> bool:
         """Return whether no rank is anywhere else."""
-        return not any(self.kinds[k] for k in Kind if k is not kind)
+        return self.kinds == 1 << kind
 
     def has(self, entry: Entry) -> bool:
         """Return whether ``entry`` has a gradient on some rank, and was not cleared on all since it was sent."""
-        return bool(self.rows[0][entry.number])
+        return bool(self.params[entry.number] & _HAS)
 
     def is_share(self, entry: Entry) -> bool:
         """Return whether the gradient of ``entry`` is a share on some rank, see `Slot.is_share`: then on all."""
-        return bool(self.rows[5][entry.number])
+        return bool(self.params[entry.number] & _IS_SHARE)
 
     def was_dropped(self, entry: Entry) -> bool:
         """Return whether what was sent of ``entry`` was cleared since."""
-        return bool(self.rows[2][entry.number])
+        return bool(self.params[entry.number] & _SENT_CLEARED)
 
     def is_dirty(self, bucket: Bucket) -> bool:
         """Return whether some rank holds what was not launched."""
-        return bool(self.dirty[bucket.index])
+        return bool(self.buckets[bucket.index] & self.dirty)
 
     def was_settled(self, bucket: Bucket) -> bool:
         """Return whether some rank added the mean of what was launched already: then all do, and no sum."""
-        return bool(self.settled[bucket.index])
+        return bool(self.buckets[bucket.index] & _IS_SETTLED)
 
     def mismatch(self) -> str | None:
         """Return why the gradients cannot be reduced, or None."""
         if not self.agrees_on_numbers:
             return "ranks have different numbers of trainable parameters: freeze and unfreeze on all of them alike"
-        if self.kinds[Kind.CLIP] and self.kinds[Kind.STEP]:
+        if self.kinds & 1 << Kind.CLIP and self.kinds & 1 << Kind.STEP:
             return "some ranks call optimizer.clip_grad_norm_() where others call optimizer.step()"
-        for kept, cleared in ((self.rows[1], self.rows[2]), (self.rows[3], self.rows[4])):
-            names = [e.slot.name for e in self.buffers.entries if kept[e.number] and cleared[e.number]]
+        for contradiction in (_SENT_KEPT | _SENT_CLEARED, _GIVEN_KEPT | _GIVEN_CLEARED):
+            names = [e.slot.name for e in self.buffers.entries if contradiction & ~self.params[e.number] == 0]
             if names:
                 shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
                 return f"the gradient of parameter {shown} was cleared or replaced on some ranks only"

@@ -114,6 +114,10 @@ class Bucket:
         """Note that main_grads were last written by a backward, or by fusedopt; see `was_written`."""
         self._seen_version = self.grad._version if self.grad is not None else 0
 
+    def note_edit(self) -> None:
+        """Note that somebody else wrote main_grads since; see `was_written`."""
+        self._seen_version = -1
+
     def was_written(self) -> bool:
         """Return whether a main_grad was written in place since `note_version`; views share one version."""
         return self.grad is not None and self.grad._version != self._seen_version

@@ -21,9 +21,9 @@ from fusedopt import backends, compiling
 from fusedopt.adoption import Adoption
 from fusedopt.amp import Scalers
 from fusedopt.arrival import Arrival
-from fusedopt.ballot import Kind
 from fusedopt.buckets import Sharding
 from fusedopt.buffers import Buffers
+from fusedopt.channel import Kind
 from fusedopt.checks import (
     all_named,
     check_all_parameters,
@@ -91,7 +91,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         **overrides: Any,
     ) -> None:
         comm = DataParallelGroup(process_group, device_mesh, norm_group)
-        with comm.together():
+        with comm.together("FusedMainGradOptimizer()"):
             optimizers = checked_optimizers(inner, FusedMainGradOptimizer)
             config = MainGradConfig.from_env(**overrides) if config is None else _override(config, overrides)
             inner_optimizers = InnerOptimizers(optimizers)
@@ -157,7 +157,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             params = [params] if isinstance(params, Tensor) else list(params)
         index = len(self.param_groups)
         named = [p if isinstance(p, tuple) else (default_name(index, i), p) for i, p in enumerate(params)]
-        with self._comm.together():
+        with self._comm.together("add_param_group()"):
             check_parameters(named)
             _resolve_all(self.config.backend, named)
             self._inner.add_group({**param_group, "params": params})

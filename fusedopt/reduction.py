@@ -9,14 +9,15 @@ from a fused layer simply adds, and at every moment the gradient is
     mean = (sum over ranks of main_grad + what was launched) / world_size
 
 Launching early is a hint; nothing waits in a hook. A *round* is every bucket once, in order. A *sync* is where ranks
-meet: one control message (the element-wise maximum of what each rank says), then
+meet: one control message (all bits that some rank sets), then
 
     1  who has not launched all of the round joins with zeros; what it holds stays in its main_grad
     2  what was launched is settled: added back, without the parameters that all ranks cleared since
     3  ``.grad`` is hung on every parameter that has a gradient on some rank
     4  buckets that are dirty on some rank are reduced
 
-Ranks that disagree about a clear raise together. docs/zero.md tells it with a picture.
+Ranks that disagree about a clear raise together. A rank that came for another wrapper, see `channel`, takes part with
+what it has. docs/zero.md tells it with a picture.
 
 Knows nothing of the mathematics of the step.
 """
@@ -24,28 +25,36 @@ Knows nothing of the mathematics of the step.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
 
 from fusedopt import dtensor
 from fusedopt.backward import BackwardWatch
-from fusedopt.ballot import Ballot, Kind, Says
+from fusedopt.ballot import Ballot, Says
 from fusedopt.buckets import Bucket, Slot
 from fusedopt.buffers import Buffers
+from fusedopt.channel import Address, Kind, meet_all
 from fusedopt.comm import DataParallelGroup
+from fusedopt.groups import Tally
 from fusedopt.pipelines import StageEdits
 from fusedopt.transport import Parcel, Transport
 
 MAX_IN_FLIGHT = 2
 """Buckets launched from hooks at once: what overlap may cost in memory."""
 
+_serials = itertools.count()
+
 
 class Reduction:
-    """The reduction of one wrapper's gradients.
+    """The reduction of one wrapper's gradients; what its channel knows it as.
+
+    Nothing holds it but the wrapper, so that the buffers go with that.
 
     Args:
         comm: the ranks.
@@ -75,8 +84,12 @@ class Reduction:
         self._shard = buffers.sharding.shard
         self._ballot = Ballot(buffers)
         self._transport = Transport(comm, buffers)
-        self._watch = BackwardWatch(self._backward_began, self._backward_ended)
-        self._stage_edits = StageEdits(buffers, self._settle_launched)
+        self._watch = BackwardWatch(self, _meet)
+        self._stage_edits = StageEdits(buffers, weakref.WeakMethod(self._settle_launched))
+        self.serial = next(_serials)
+        if comm.is_open and comm.channel is not None:
+            comm.channel.enter(self)
+        weakref.finalize(self, comm.close).atexit = False
         self._follow_stages()
         self._parcels: deque[Parcel] = deque()
         self._num_launched = 0  # in this round
@@ -86,6 +99,7 @@ class Reduction:
         self._may_launch = False
         self._is_paused = False
         self._was_paused = False  # since the last step: then the backward outside no_sync() is the last
+        self._edited: list[Bucket] = []
 
     # -- what the loop says
 
@@ -164,7 +178,10 @@ class Reduction:
             for bucket in self._buffers.buckets:
                 bucket.is_dirty = bucket.is_dirty or bucket.was_written()
 
-    def _backward_began(self) -> None:
+    def backward_began(self) -> None:
+        """Note the first arrival of a backward."""
+        if self._comm.channel is not None:
+            self._comm.channel.refuse_second_thread()
         self._mind_failure()
         self._follow_stages()
         self._num_arrivals = 0
@@ -174,7 +191,8 @@ class Reduction:
                 entry.slot.num_fires = 0
                 bucket.num_awaited += entry.slot.expected_fires > 0
         # A round that an earlier backward opened is completed with zeros, in the sync: what arrives now is new.
-        self._may_launch = self._overlap and self._reduces() and self._num_launched == 0
+        may_start = self._num_launched == 0 and self._comm.is_open
+        self._may_launch = self._overlap and self._reduces() and may_start
 
     def _reduces(self) -> bool:
         """Return whether the running backward is one whose gradients travel."""
@@ -186,15 +204,15 @@ class Reduction:
             return self._is_last()
         return self._shard == "none" or self._was_paused
 
-    def _backward_ended(self) -> None:
+    def backward_ended(self) -> bool:
+        """Note that everything has arrived in a backward, and return whether ranks meet now."""
         if self._may_launch:
             for bucket in self._not_launched():
                 self._launch(bucket)
             for entry in self._buffers.entries:
                 entry.slot.expected_fires = entry.slot.num_fires
         self.note_versions()
-        if self._shard == "gradients" or (self._shard == "none" and not self._is_merging and not self._is_paused):
-            self.sync(Kind.BACKWARD)
+        return self._shard == "gradients" or (self._shard == "none" and not self._is_merging and not self._is_paused)
 
     # -- launching
 
@@ -277,37 +295,64 @@ class Reduction:
             RuntimeError: on all ranks: if one has a problem, gradients were cleared on some ranks only, or ranks
                 call different methods. In the last two cases the window is lost, and gradients are cleared.
         """
-        if self._comm.world_size == 1:
-            if problem is not None:
-                raise problem
-            return
-        if kind is not Kind.BACKWARD:
-            self._mind_failure()
-        while True:
-            said = self._exchange(kind, problem)
-            if said.has_problem:
-                self._comm.raise_together(problem)
-            if not said.agrees_on_numbers:
-                self._parcels.clear()
-            else:
-                self._join(said)
-            mismatch = said.mismatch()
-            if mismatch is not None:
-                self._lose(mismatch)
-            settled = self._settle_all(said)
-            self._hang(said, settled)
-            self._reduce_dirty(said)
-            self._learn_order(said)
-            self.note_versions()
-            if kind is Kind.BACKWARD or said.all_are(kind):
-                return
+        if self._comm.channel is not None:
+            self._comm.channel.meet([self], kind, problem)
+        elif problem is not None:
+            raise problem
 
-    def _exchange(self, kind: Kind, problem: Exception | None) -> Says:
+    @property
+    def address(self) -> Address:
+        """What ranks know it by."""
+        return self._comm.address
+
+    @property
+    def title(self) -> str:
+        """For messages: its number, and parameters."""
+        entries = self._buffers.entries
+        more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
+        return f"{' '.join(map(str, self.address))} ({entries[0].slot.name if entries else 'no parameters'}{more})"
+
+    @property
+    def tally(self) -> Tally:
+        """Counts its messages."""
+        return self._comm.tally
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward runs in which its gradients arrive."""
+        return self._watch.is_running
+
+    def open(self) -> None:
+        """Get groups for data, as a copy does at its first meeting."""
+        if not self._comm.is_open and self._comm.channel is not None:
+            self._comm.open()
+            self._comm.channel.enter(self)
+
+    def say(self, kind: Kind) -> bytes:
+        """Return what this rank says in a meeting where ``kind`` is."""
+        self._edited = self.edited_outside() if kind is Kind.BACKWARD else []  # else the step has looked
+        self._mind_failure()
         waiting = {bucket.index for bucket in self._not_launched()}
-        message = self._ballot.fill(
-            kind, has_started=self._num_launched > 0, waiting=waiting, has_problem=problem is not None
-        )
-        return self._ballot.read(self._comm.exchange(message))
+        return self._ballot.fill(kind, has_started=self._num_launched > 0, waiting=waiting)
+
+    def serve(self, kind: Kind, heard: bytes) -> bool:
+        """Reduce what all ranks together say; return whether all are where this one is."""
+        said = self._ballot.read(heard)
+        if not said.agrees_on_numbers:
+            self._parcels.clear()
+        else:
+            self._join(said)
+        mismatch = said.mismatch()
+        if mismatch is not None:
+            self._lose(mismatch)
+        settled = self._settle_all(said)
+        self._hang(said, settled)
+        self._reduce_dirty(said)
+        self._learn_order(said)
+        self.note_versions()
+        for bucket in self._edited:  # what came from outside stays an edit
+            bucket.note_edit()
+        return said.all_are(kind)
 
     def _join(self, said: Says) -> None:
         if said.has_started:
@@ -395,3 +440,7 @@ class Reduction:
         if self._watch.has_failed or self._comm.world_size == 1:
             return []
         return [bucket for bucket in self._buffers.buckets if bucket.was_written()]
+
+
+def _meet(reductions: Sequence[Reduction]) -> None:
+    meet_all([(r._comm.channel, r) for r in reductions if r._comm.channel is not None])

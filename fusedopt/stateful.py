@@ -82,14 +82,14 @@ class StatefulOptimizer(Optimizer):
             ValueError: naming what does not fit (groups, names, shapes, dtypes, layout); nothing was changed, on any
                 rank: the others raise a RuntimeError that quotes it.
         """
-        with self._comm.together():
+        with self._comm.together("load_state_dict()"):
             state_dict = copy_for_hooks(state_dict)
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 replaced = pre_hook(self, state_dict)
                 state_dict = state_dict if replaced is None else replaced
             state_dicts = self._state_dicts()
             checked = state_dicts.check(state_dict)
-        with self._comm.together():
+        with self._comm.together("load_state_dict()"):
             state_dicts.unpack(checked)
         self._buffers.forget_agreement()
         self._inner.forget_steps()
@@ -113,7 +113,7 @@ class StatefulOptimizer(Optimizer):
             All ranks raise it.
         """
         self._gather.finish()
-        with self._comm.together():
+        with self._comm.together("consolidate_state_dict()"):
             if to not in range(self._comm.world_size):
                 raise ValueError(f"consolidate_state_dict(to={to}): there are {self._comm.world_size} ranks, from 0 on")
             self._inner.consolidated = None
