@@ -22,14 +22,14 @@ import enum
 import hashlib
 import threading
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
-from fusedopt.groups import DataGroups, Ranks, Tally, make_group
+from fusedopt.groups import DataGroups, Ranks, Tally, make_group, waiting
 
 BLOCK_NBYTES = 4096
 """Up to 16 KiB gloo's time is latency. One block has room for what is said about 4000 parameters."""
@@ -325,17 +325,8 @@ class Channel:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Say what this rank was waiting for, if the others do not come."""
-        try:
-            yield
-        except RuntimeError as error:
-            most = f", {self._timeout.total_seconds():g} s at most" if self._timeout is not None else ""
-            raise RuntimeError(
-                f"rank {dist.get_rank()} is in {self._errand} and waited for the others of ranks "
-                f"{list(self.ranks)}{most}: one of them ended, raised, or waits elsewhere. {error}"
-            ) from error
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        return waiting(self._errand, self.ranks, self._timeout)
 
 
 _channels: dict[Ranks, tuple[Any, Channel]] = {}
@@ -366,6 +357,11 @@ def meet_all(comers: Sequence[tuple[Channel, Member]]) -> None:
         raise problem
 
 
+def name_of(address: Address) -> str:
+    """Return what messages call a wrapper."""
+    return f"{address[0]} {address[1]}"
+
+
 def _open(comers: Sequence[Member]) -> None:
     """Give copies of wrappers, which come for the first time on all ranks, numbers and groups."""
     for member in comers:
@@ -373,30 +369,30 @@ def _open(comers: Sequence[Member]) -> None:
 
 
 def _refusal(found: Mapping[int, _Presence]) -> str | None:
-    """Return why ranks that came for different things cannot go on, or None."""
+    """Return why ranks that came for different things cannot go on, or None; by global rank."""
+    if len({tuple(a for a in presence.addresses if a[0] == COPY) for presence in found.values()}) > 1:
+        return (
+            "the copy of an optimizer is used for the first time, on some ranks only: copy it on all ranks and use it "
+            "on all of them, or on none"
+        )
+    numbered = sorted({a for presence in found.values() for a in presence.addresses if a[0] == NUMBERED})
+    gone = [(address, rank) for address in numbered for rank in found if address not in found[rank].live]
+    if gone:
+        return (
+            f"{name_of(gone[0][0])} was dropped or unwrapped on rank {gone[0][1]}, and others go on with it: drop "
+            "optimizers on all ranks alike"
+        )
     if len({presence.stays_for for presence in found.values() if presence.stays_for is not None}) > 1:
         return (
             "ranks wait for each other in different places: call the methods of optimizers that the same ranks share "
             "in the same order on all of them"
         )
-    if len({tuple(a for a in presence.addresses if a[0] != NUMBERED) for presence in found.values()}) > 1:
+    running = [(a, rank) for a in numbered for rank, p in found.items() if p.live[a] and a not in p.addresses]
+    if running:
         return (
-            "the copy of an optimizer is used for the first time, on some ranks only: copy it on all ranks and use it "
-            "on all of them, or on none"
+            f"others reduce the gradients of {name_of(running[0][0])}, and on rank {running[0][1]} a backward through "
+            "it is running, in another thread or around a hook: train from one thread"
         )
-    for address in sorted({a for presence in found.values() for a in presence.addresses if a[0] == NUMBERED}):
-        name = " ".join(map(str, address))
-        for rank, presence in found.items():
-            if address not in presence.live:
-                return (
-                    f"{name} was dropped or unwrapped on rank {rank}, and others go on with it: drop optimizers on all "
-                    "ranks alike"
-                )
-            if presence.live[address] and address not in presence.addresses:
-                return (
-                    f"others reduce the gradients of {name}, and on rank {rank} a backward through it is running, in "
-                    "another thread or around a hook: train from one thread"
-                )
     return None
 
 

@@ -17,14 +17,15 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedopt.channel import COPY, NUMBERED, Address, Channel, channel_of
-from fusedopt.groups import DataGroups, Ranks, Tally, timeout_of
+from fusedopt.channel import COPY, NUMBERED, Address, Channel, channel_of, name_of
+from fusedopt.groups import DataGroups, Ranks, Tally, timeout_of, waiting
 
 
 class Pending:
@@ -33,10 +34,14 @@ class Pending:
     Args:
         works: what torch.distributed returned; all have to finish.
         then: called once they did; returns the next `Pending`, or the result.
+        waiting: run around the wait.
     """
 
-    def __init__(self, works: Sequence[Any], then: Callable[[], Any]) -> None:
+    def __init__(
+        self, works: Sequence[Any], then: Callable[[], Any], waiting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._works = list(works)
+        self._waiting = waiting
         self._then: Callable[[], Any] | None = then
         self._result: Any = None
 
@@ -56,8 +61,9 @@ class Pending:
         return self._result.wait() if isinstance(self._result, Pending) else self._result
 
     def _advance(self) -> None:
-        for work in self._works:
-            work.wait()
+        with self._waiting():
+            for work in self._works:
+                work.wait()
         then, self._then = self._then, None
         self._works = []
         self._result = then() if then is not None else None
@@ -227,7 +233,7 @@ class DataParallelGroup:
         """Sum ``flat`` over all ranks, in place; the result is ``flat``."""
         self._count("reduce", 2 * _others(flat.nbytes, self.world_size))
         work = dist.all_reduce(flat, group=self._all, async_op=True)
-        return Pending([work], lambda: flat)
+        return Pending([work], lambda: flat, self._reducing)
 
     def start_reduce(self, flat: Tensor, *, is_awaited: bool) -> Pending:
         """Sum ``flat``, ``[num_shards * n]``, over all ranks; the result, ``[n]``, is this rank's part of the sum.
@@ -242,7 +248,7 @@ class DataParallelGroup:
         if not flat.is_cpu:
             part = torch.empty_like(flat[: flat.numel() // self.num_shards])
             works = [dist.reduce_scatter_tensor(part, flat, group=self._shard, async_op=True)]
-            return Pending(works, lambda: self._replicated(part))
+            return Pending(works, lambda: self._replicated(part), self._reducing)
         rows = flat.view(self.num_shards, -1)
         if is_awaited:  # on gloo two thirds of all_to_all's time, and no row for itself, but it cannot be polled
             received = list(torch.empty_like(rows[1:]).unbind())
@@ -253,14 +259,14 @@ class DataParallelGroup:
             everything = torch.empty_like(flat)
             works = [dist.all_to_all_single(everything, flat, group=self._shard, async_op=True)]
             received = list(everything.view_as(rows).unbind())
-        return Pending(works, lambda: self._replicated(_sum(received)))
+        return Pending(works, lambda: self._replicated(_sum(received)), self._reducing)
 
     def _replicated(self, part: Tensor) -> Pending | Tensor:
         if self._replicate is None:
             return part
         self._count("reduce", 2 * _others(part.nbytes, self.world_size // self.num_shards))
         work = dist.all_reduce(part, group=self._replicate, async_op=True)
-        return Pending([work], lambda: part)
+        return Pending([work], lambda: part, self._reducing)
 
     def start_gather(self, flat: Tensor) -> Pending:
         """Fill ``flat``, ``[num_shards * n]``, in place from the rank that owns each part; the result is ``flat``."""
@@ -271,7 +277,16 @@ class DataParallelGroup:
         else:  # less than half the time of gloo's all_gather
             works = [self._send(rows[self.shard_rank], peer) for peer in self._peers()]
             works += [self._receive(rows[peer], peer) for peer in self._peers()]
-        return Pending(works, lambda: flat)
+        return Pending(works, lambda: flat, self._gathering)
+
+    def _reducing(self) -> AbstractContextManager[None]:
+        return self._waiting("the reduction of gradients")
+
+    def _gathering(self) -> AbstractContextManager[None]:
+        return self._waiting("the gather of parameters")
+
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        return waiting(f"{what} of {name_of(self.address)}", self._rank_sets[0], self._timeout)
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.num_shards) if peer != self.shard_rank]
@@ -342,8 +357,9 @@ class DataParallelGroup:
                 flat = tensor.detach().as_strided((tensor.numel(),), (1,))
                 self._count("broadcast", flat.nbytes if self.rank == 0 else 0)
                 works.append(dist.broadcast(flat, source, group=self._all, async_op=True))
-        for work in works:
-            work.wait()
+        with self._waiting("the broadcast of parameters"):
+            for work in works:
+                work.wait()
 
     # -- control
 

@@ -71,6 +71,19 @@ def _timeouts_of(group: Any) -> Iterator[datetime.timedelta]:
             yield timeout
 
 
+@contextlib.contextmanager
+def waiting(what: str, ranks: Ranks, timeout: datetime.timedelta | None) -> Iterator[None]:
+    """Say what this rank was in, and for whom it waited there, if the others do not come in the body."""
+    try:
+        yield
+    except RuntimeError as error:
+        most = f", {timeout.total_seconds():g} s at most" if timeout is not None else ""
+        raise RuntimeError(
+            f"rank {dist.get_rank()} is in {what} and waited for the others of ranks {list(ranks)}{most}: one of them "
+            f"ended, raised, or waits elsewhere. {error}"
+        ) from error
+
+
 def make_group(name: str, ranks: Ranks, timeout: datetime.timedelta | None, backend: str | None = None) -> Any:
     """Return a new group of ``ranks``, which all call this, and nobody else.
 

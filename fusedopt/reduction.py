@@ -39,7 +39,7 @@ from fusedopt.backward import BackwardWatch
 from fusedopt.ballot import Ballot, Says
 from fusedopt.buckets import Bucket, Slot
 from fusedopt.buffers import Buffers
-from fusedopt.channel import Address, Kind, meet_all
+from fusedopt.channel import Address, Kind, meet_all, name_of
 from fusedopt.comm import DataParallelGroup
 from fusedopt.groups import Tally
 from fusedopt.pipelines import StageEdits
@@ -310,7 +310,7 @@ class Reduction:
         """For messages: its number, and parameters."""
         entries = self._buffers.entries
         more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
-        return f"{' '.join(map(str, self.address))} ({entries[0].slot.name if entries else 'no parameters'}{more})"
+        return f"{name_of(self.address)} ({entries[0].slot.name if entries else 'no parameters'}{more})"
 
     @property
     def tally(self) -> Tally:
