@@ -255,6 +255,7 @@ class Channel:
                 self._serve(member, errand)
             return errand.stays_for is None
         if heard.has_problem:
+            errand.tally.add("control")
             self._raise_together(errand.problem, self.objects(_quote(errand.problem)))
         if not comers:
             return True
@@ -276,6 +277,7 @@ class Channel:
         members = {member.address: member for member in self._members.values()}  # none of them goes meanwhile
         live = {address: member.is_running for address, member in members.items()}
         wanted = tuple(member.address for member in errand.comers)
+        errand.tally.add("control")
         found = self.objects(_Presence(errand.text, errand.stays_for, wanted, live, _quote(errand.problem)))
         if any(presence.problem is not None for presence in found):
             self._raise_together(errand.problem, [presence.problem for presence in found])

@@ -178,6 +178,7 @@ class DataParallelGroup:
         """Get a number and groups, if there are several ranks and none yet; all ranks call this."""
         if self.channel is None or self._groups is not None:
             return
+        self.tally.add("control")
         number, groups = self.channel.lease([ranks for ranks in self._rank_sets if ranks], self._timeout)
         self.address, self._groups = (NUMBERED, number), groups
         self._lease = weakref.finalize(self, self.channel.give_back, groups)
