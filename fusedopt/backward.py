@@ -33,14 +33,14 @@ class BackwardWatch:
     """Calls ``on_end`` when the backward that is running now ends.
 
     Args:
-        on_begin: called at the first arrival of a backward; `has_failed` still tells of the one before.
-        on_end: called in the backward's own thread once everything has arrived; what it raises reaches the caller
-            of ``backward()``. Not called for a backward that failed.
+        on_begin: a method, held weakly; called at the first arrival of a backward; `has_failed` still tells of the one
+            before.
+        on_end: a method, held weakly; called in the backward's own thread once everything has arrived; what it raises
+            reaches the caller of ``backward()``. Not called for a backward that failed.
     """
 
     def __init__(self, on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
-        self._on_begin = on_begin
-        self._on_end = on_end
+        self._on_begin, self._on_end = weakref.WeakMethod(on_begin), weakref.WeakMethod(on_end)
         self._end: weakref.ref[_End] | None = None
         self._hops: list[Any] = []
         self._has_ended = True
@@ -70,7 +70,7 @@ class BackwardWatch:
             return
         self._arm()
         if not self._hops:
-            self._on_begin()
+            _call(self._on_begin)
             self._has_ended = False
 
     def _arm(self) -> None:
@@ -90,7 +90,7 @@ class BackwardWatch:
         if not outwards:
             self._remove_hops()
             self._has_ended = True
-            self._on_end()
+            _call(self._on_end)
             return
         # A reentrant checkpoint's own task. The first of the checkpoint's neighbours to run is in the task around it.
         self._end = None
@@ -106,6 +106,12 @@ class BackwardWatch:
         for handle in self._hops:
             handle.remove()
         self._hops.clear()
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    alive = method()
+    if alive is not None:  # else its wrapper was dropped while a backward ran
+        alive()
 
 
 class _Tasks:

@@ -136,6 +136,12 @@ class Bucket:
                 entry.slot.forget(entry.param)
         return grad
 
+    def release(self) -> None:
+        """Let go of all memory at once, whoever still holds the bucket; it and its entries hold each other."""
+        self.entries.clear()
+        self.grad = self.main = self.model = None
+        self.grad_part = self.zeros(0)
+
     def nbytes(self) -> dict[str, int]:
         """Return bytes by kind, as allocated."""
         grad = self.grad_part.nbytes if self.is_lending else 0
@@ -241,6 +247,10 @@ class Slot:
         """Return whether what is there is nothing, or shares, too."""
         bucket = self._bucket()
         return bucket is None or not bucket.is_lending or bucket.is_fresh or self.is_share
+
+    def release(self) -> None:
+        """Let go of main_grad, which the parameter was rid of."""
+        self.main_grad = self.local_grad = None
 
     def forget(self, param: Tensor) -> None:
         """Give a lent main_grad back: ``.grad`` and ``main_grad`` become None."""

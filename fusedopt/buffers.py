@@ -171,7 +171,10 @@ class Entry:
         self.main_version = self.main_param._version if self.main_param is not None else 0
 
     def detach(self) -> None:
-        """Remove what wrapping attached; a gradient is kept, rounded to the parameter's own gradient dtype."""
+        """Remove what wrapping attached; a gradient is kept, rounded to the parameter's own gradient dtype.
+
+        Nothing holds flat memory afterwards, so that it is freed whoever still holds the entry (a traceback, for one).
+        """
         param, grad = self.param, self.param.grad
         param.grad = None
         for attribute in OUR_ATTRIBUTES:
@@ -181,6 +184,9 @@ class Entry:
             param.grad = grad.detach().to(param.grad_dtype or param.dtype, copy=True)
         if self.bucket.model is not None:  # its flat memory would live as long as any parameter of the bucket
             dtensor.rebind(param, dtensor.local_of(param.data).clone(memory_format=torch.preserve_format))
+        self.slot.release()
+        self.main_param = self.grad_part = None
+        self.model_part = dtensor.local_of(param)
 
     def was_moved(self) -> bool:
         """Return whether ``p.data`` was rebound since the last `mark_synced`."""
@@ -249,8 +255,10 @@ class Buffers:
 
     def release(self) -> None:
         """Give every parameter back as torch made it, with its gradient in its own dtype."""
-        for entry in self.entries:
-            entry.detach()
+        for bucket in self.buckets:
+            for entry in bucket.entries:  # also of one that was being filled when memory ran out
+                entry.detach()
+            bucket.release()
         self.entries.clear()
         self.buckets.clear()
 

@@ -298,30 +298,29 @@ class DataParallelGroup:
         dist.all_gather_object(values, value, group=self._control)
         return values
 
-    def agree(self, problem: Exception | None) -> None:
-        """Raise on all ranks if one has a problem: its own there, a RuntimeError that quotes it elsewhere."""
-        if self.world_size > 1 and int(self.exchange(torch.tensor([problem is not None], dtype=torch.uint8))):
-            self.raise_together(problem)
-        if problem is not None:
-            raise problem
-
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Raise on all ranks what the body raises on one; all ranks run it, and nobody leaves before all did."""
-        problem: Exception | None = None
         try:
             yield
-        except Exception as error:
-            problem = error
-        self.agree(problem)
+        except Exception as error:  # named nowhere else: a frame of its own traceback that holds it is a cycle
+            self._agree(in_words(error))
+            raise
+        self._agree(None)
 
-    def raise_together(self, problem: Exception | None) -> None:
-        """Raise on all ranks, which all call this; see `agree`."""
-        found = self.objects(None if problem is None else f"{type(problem).__name__}: {problem}")
-        if problem is not None:
-            raise problem
-        rank, text = next((rank, text) for rank, text in enumerate(found) if text is not None)
-        raise RuntimeError(f"rank {rank} refused, so all ranks do: {text}")
+    def _agree(self, problem: str | None) -> None:
+        if self.world_size > 1 and int(self.exchange(torch.tensor([problem is not None], dtype=torch.uint8))):
+            self.raise_others(problem)
+
+    def raise_others(self, problem: str | None) -> None:
+        """Raise a RuntimeError that quotes ``problem`` on the ranks that have none; those that have raise their own.
+
+        All ranks call this, if one has a problem.
+        """
+        found = self.objects(problem)
+        if problem is None:
+            rank, text = next((rank, text) for rank, text in enumerate(found) if text is not None)
+            raise RuntimeError(f"rank {rank} refused, so all ranks do: {text}")
 
     def send_bytes(self, tensor: Tensor, to: int) -> None:
         """Send a contiguous CPU tensor to rank ``to``, on the control group."""
@@ -336,6 +335,11 @@ class DataParallelGroup:
     def _count(self, kind: str, nbytes: int) -> None:
         self.counts[kind] += 1
         self.nbytes[kind] += nbytes
+
+
+def in_words(error: Exception) -> str:
+    """Return ``error`` as other ranks are told of it."""
+    return f"{type(error).__name__}: {error}"
 
 
 def groups_over(meshes: Iterable[Any]) -> list[Any]:

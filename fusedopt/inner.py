@@ -155,6 +155,8 @@ class InnerOptimizers:
         self._param_of.clear()
         self._home_of.clear()
         self._entry_of.clear()
+        self.set_aside.clear()
+        self.consolidated = None
 
     def _list_main_params(self, index: int) -> None:
         mains = [self._main_of.get(id(param), param) for param in self._model_params[index]]

@@ -34,12 +34,12 @@ class StageEdits:
 
     Args:
         buffers: its gradients.
-        settle: brings back what was launched of them; a division must not miss it.
+        settle: a method, held weakly; brings back what was launched of them; a division must not miss it.
     """
 
     def __init__(self, buffers: Buffers, settle: Callable[[], None]) -> None:
         self._buffers = buffers
-        self._settle = settle
+        self._settle = weakref.WeakMethod(settle)
 
     def listen(self) -> None:
         """Follow all stages from now on, if there can be any."""
@@ -62,7 +62,9 @@ class StageEdits:
         if not entries:
             yield
             return
-        self._settle()
+        settle = self._settle()
+        if settle is not None:
+            settle()
         with self._follow(entries, is_new=False):
             yield
         parts = [e.grad_part for e in entries if e.slot.is_reduced and e.bucket.is_lending and e.grad_part is not None]

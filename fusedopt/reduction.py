@@ -36,7 +36,7 @@ from fusedopt.backward import BackwardWatch
 from fusedopt.ballot import Ballot, Kind, Says
 from fusedopt.buckets import Bucket, Slot
 from fusedopt.buffers import Buffers
-from fusedopt.comm import DataParallelGroup
+from fusedopt.comm import DataParallelGroup, in_words
 from fusedopt.pipelines import StageEdits
 from fusedopt.transport import Parcel, Transport
 
@@ -253,12 +253,12 @@ class Reduction:
     @contextlib.contextmanager
     def meeting(self, kind: Kind) -> Iterator[None]:
         """Run the body, then `sync`; what the body raises on one rank, all raise."""
-        problem: Exception | None = None
         try:
             yield
         except Exception as error:
-            problem = error
-        self.sync(kind, problem)
+            self.sync(kind, in_words(error))
+            raise
+        self.sync(kind)
         shares = self._buffers.shares()
         if shares:
             self._comm.sum_shares_([(e.grad_part, dtensor.share_groups(e.param)) for e in shares])
@@ -266,27 +266,26 @@ class Reduction:
                 entry.slot.end_share(entry.param)
             self.note_versions()
 
-    def sync(self, kind: Kind, problem: Exception | None = None) -> None:
-        """Meet all ranks; see the top of this file. Does nothing for one rank but to raise its problem.
+    def sync(self, kind: Kind, problem: str | None = None) -> None:
+        """Meet all ranks; see the top of this file. Does nothing for one rank.
 
         Args:
             kind: where this rank is. In a clip or step it goes on until all ranks are there.
-            problem: why this rank cannot go on; then all raise, and no gradient is changed.
+            problem: why this rank cannot go on; then the others raise, the caller does, and no gradient is changed.
 
         Raises:
-            RuntimeError: on all ranks: if one has a problem, gradients were cleared on some ranks only, or ranks
-                call different methods. In the last two cases the window is lost, and gradients are cleared.
+            RuntimeError: if another rank has a problem; on all ranks, if gradients were cleared on some ranks only, or
+                ranks call different methods. In these two cases the window is lost, and gradients are cleared.
         """
         if self._comm.world_size == 1:
-            if problem is not None:
-                raise problem
             return
         if kind is not Kind.BACKWARD:
             self._mind_failure()
         while True:
             said = self._exchange(kind, problem)
             if said.has_problem:
-                self._comm.raise_together(problem)
+                self._comm.raise_others(problem)
+                return
             if not said.agrees_on_numbers:
                 self._parcels.clear()
             else:
@@ -302,7 +301,7 @@ class Reduction:
             if kind is Kind.BACKWARD or said.all_are(kind):
                 return
 
-    def _exchange(self, kind: Kind, problem: Exception | None) -> Says:
+    def _exchange(self, kind: Kind, problem: str | None) -> Says:
         waiting = {bucket.index for bucket in self._not_launched()}
         message = self._ballot.fill(
             kind, has_started=self._num_launched > 0, waiting=waiting, has_problem=problem is not None

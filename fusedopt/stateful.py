@@ -26,7 +26,7 @@ from fusedopt.plain import copy_for_hooks
 from fusedopt.scratch import from_portable
 from fusedopt.state import StateDicts
 
-GONE_WHEN_UNWRAPPED = ("_inner", "_buffers", "_arrival", "_adoption", "_update", "_gather", "_reduction")
+GONE_WHEN_UNWRAPPED = ("_inner", "_buffers", "_arrival", "_adoption", "_update", "_gather", "_reduction", "state")
 
 
 class StatefulOptimizer(Optimizer):
@@ -155,7 +155,7 @@ class StatefulOptimizer(Optimizer):
         optimizers = list(self._inner.optimizers)
         self._finalizer()
         for name in GONE_WHEN_UNWRAPPED:
-            del vars(self)[name]
+            vars(self).pop(name, None)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def __getstate__(self) -> dict[str, Any]:
