@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -87,18 +88,63 @@ def _zeroed(value: Any) -> Any:
     return type(value)(_zeroed(item) for item in value) if type(value) in (list, tuple) else value
 
 
+class _Quiet(MutableMapping[Any, Any]):
+    """Stands in the place of one of torch's global registries while a thread mutes them: shows that thread no hook.
+
+    All else reaches the registry. A hook that is registered meanwhile fires from the next step on; its handle refers to
+    this object, which therefore stays.
+    """
+
+    def __init__(self, registry: dict[Any, Any]) -> None:
+        self.registry = registry
+
+    def values(self) -> Any:
+        """Return what a step in this thread is to call."""
+        if torch.compiler.is_compiling():  # an inner step, traced where this stands: Dynamo cannot ask for threads
+            return ()
+        return () if threading.get_ident() in _muting else self.registry.values()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.registry[key]
+
+    def __setitem__(self, key: Any, hook: Any) -> None:
+        self.registry[key] = hook
+
+    def __delitem__(self, key: Any) -> None:
+        del self.registry[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.registry)
+
+    def __len__(self) -> int:
+        return len(self.registry)
+
+
+_QUIET = {
+    name: _Quiet(getattr(torch_optimizer, name))
+    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+}
+"""By the name in torch's module, under which each step looks them up."""
+
+_lock = threading.Lock()
+_muting: list[int] = []
+"""Threads that mute, one item for each `global_step_hooks_muted` that they are in."""
+
+
 @contextlib.contextmanager
 def global_step_hooks_muted() -> Iterator[None]:
-    """Keep torch's global step hooks to the wrapper's own step, which fires them: once a step, not twice."""
-    registries: list[dict[Any, Any]] = [
-        torch_optimizer._global_optimizer_pre_hooks,
-        torch_optimizer._global_optimizer_post_hooks,
-    ]
-    saved = [dict(registry) for registry in registries]
-    for registry in registries:
-        registry.clear()
+    """Keep torch's global step hooks to the wrapper's own step, which fires them: once a step, not twice.
+
+    Inside, hooks may be registered and removed, and other threads may step.
+    """
+    thread = threading.get_ident()
+    with _lock:
+        _muting.append(thread)
+        vars(torch_optimizer).update(_QUIET)
     try:
         yield
     finally:
-        for registry, hooks in zip(registries, saved, strict=True):
-            registry.update(hooks)
+        with _lock:
+            _muting.remove(thread)
+            if not _muting:
+                vars(torch_optimizer).update({name: quiet.registry for name, quiet in _QUIET.items()})
