@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedopt.arrival import Arrival
@@ -49,6 +50,15 @@ class Adoption:
         """All trainable parameters, by ``id`` of the model parameter."""
         self.unfrozen: list[nn.Parameter] = []
         """Those that began to require a gradient after wrapping, in that order: their memory lies apart."""
+
+    def holds(self, thing: object) -> bool:
+        """Return whether ``thing`` is an inner optimizer, or one of its parameters, frozen ones included."""
+        if not self.entries:  # given back
+            return False
+        if isinstance(thing, Optimizer):
+            return any(thing is opt for opt in self._inner.optimizers)
+        is_trained = id(thing) in self.entries or self._inner.param_of(thing) is not thing
+        return is_trained or any(thing is param for _, _, param in self._frozen)
 
     def adopt_group(self, index: int, group: Group) -> None:
         """Give buffers, hooks and main_params to the trainable parameters of outer group ``index``."""

@@ -180,7 +180,7 @@ class Entry:
         for attribute in OUR_ATTRIBUTES:
             vars(param).pop(attribute, None)
         param.grad_dtype = param.dtype if self._grad_dtype_before is self.slot.dtype else self._grad_dtype_before
-        if grad is not None and grad.shape == param.shape:
+        if grad is not None and grad.shape == param.shape and self.bucket.model is None:  # under a shard it is a share
             param.grad = grad.detach().to(param.grad_dtype or param.dtype, copy=True)
         if self.bucket.model is not None:  # its flat memory would live as long as any parameter of the bucket
             dtensor.rebind(param, dtensor.local_of(param.data).clone(memory_format=torch.preserve_format))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedopt import backends, compiling
+from fusedopt import backends, compiling, holders
 from fusedopt.adoption import Adoption
 from fusedopt.amp import Scalers
 from fusedopt.arrival import Arrival
@@ -68,6 +68,10 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         process_group: the data-parallel ranks; default all. Gradients are reduced to their mean over them.
         device_mesh: in place of ``process_group``: 1-D, or 2-D (replicate, shard).
         norm_group: ranks that hold other parts of the model (pipeline, model parallel); norms count them, too.
+        rewrap: take parameters over from live wrappers that hold them, as a training library has to that makes its
+            optimizer again. Those are unwrapped, also of parameters that are not in ``inner``, and raise when they are
+            used. As with a new torch optimizer, weights start from the model's values, state from nothing, and
+            gradients stay, in fp32; of a pending window, and under a shard, they are cleared with a warning.
         **overrides: single fields of `MainGradConfig`, above ``config``: ``max_grad_norm=1.0``.
 
     Raises:
@@ -88,6 +92,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         process_group: Any = None,
         device_mesh: Any = None,
         norm_group: Any = None,
+        rewrap: bool = False,
         **overrides: Any,
     ) -> None:
         comm = DataParallelGroup(process_group, device_mesh, norm_group)
@@ -97,13 +102,20 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             inner_optimizers = InnerOptimizers(optimizers)
             is_sharded = config.shard != "none" and comm.num_shards > 1
             refuse_unsupported(config, requires_closure=inner_optimizers.requires_closure, is_sharded=is_sharded)
-            check_all_parameters(optimizers)
+            held = check_all_parameters(optimizers, rewrap=rewrap)
+            for wrapper in held:
+                wrapper._inner.agree(wrapper.param_groups)
             is_fsdp = check_engines(all_named(optimizers), config.shard)
             _resolve_all(config.backend, all_named(optimizers))
             ShardBy(inner_optimizers, config.shard_by).check(is_sharded=is_sharded)
         comm = DataParallelGroup.alone(norm_group) if is_fsdp else comm
         start_alike(comm, all_named(optimizers), dataclasses.asdict(config), broadcast=config.broadcast_params)
+        trainable = {id(param) for _, param in all_named(optimizers) if param.requires_grad}
+        gradients = [pair for wrapper in held for pair in wrapper._give_up(trainable)]
         self._wire(inner_optimizers, config, comm)
+        for param, grad in gradients:
+            param.grad = grad
+        self._arrival.adopt()
 
     def _wire(self, inner: InnerOptimizers, config: MainGradConfig, comm: DataParallelGroup) -> None:
         """Put the parts together over checked parameters, and take these on."""
@@ -133,6 +145,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         # A wrapper that is dropped leaves the model as torch made it: hooks hold no reference to the wrapper.
         self._finalizer = weakref.finalize(self, self._adoption.release)
         self._finalizer.atexit = False
+        holders.add(self, self._adoption.holds)
         try:
             for index, group in enumerate(self.param_groups):
                 self._adoption.adopt_group(index, group)
@@ -375,7 +388,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
     def __getattr__(self, name: str) -> Any:
         """Fall through to the first inner optimizer that has the attribute."""
         if name in GONE_WHEN_UNWRAPPED and "_finalizer" in vars(self):
-            raise RuntimeError("this FusedMainGradOptimizer was unwrapped; step the inner optimizer, or wrap it anew")
+            raise RuntimeError(f"this FusedMainGradOptimizer {self._why_gone}")
         inner = vars(self).get("_inner")
         if inner is not None and not name.startswith("__"):
             for opt in inner.optimizers:

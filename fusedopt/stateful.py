@@ -7,9 +7,12 @@ Knows nothing of the step.
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from collections.abc import Collection
 from typing import Any
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedopt.adoption import Adoption
@@ -25,6 +28,7 @@ from fusedopt.pieces import checkpoint_wants
 from fusedopt.plain import copy_for_hooks
 from fusedopt.scratch import from_portable
 from fusedopt.state import StateDicts
+from fusedopt.window import Window
 
 GONE_WHEN_UNWRAPPED = ("_inner", "_buffers", "_arrival", "_adoption", "_update", "_gather", "_reduction", "state")
 
@@ -40,6 +44,8 @@ class StatefulOptimizer(Optimizer):
     _adoption: Adoption
     _gather: Gather
     _clip: Clip
+    _window: Window
+    _why_gone: str
     _finalizer: weakref.finalize[Any, Any]
     _consolidated_at: int = -1
 
@@ -147,16 +153,50 @@ class StatefulOptimizer(Optimizer):
     def unwrap(self) -> Optimizer | list[Optimizer]:
         """Give back the inner optimizer (the list, if several) over the model's own parameters.
 
-        Every hook and attribute is removed; state is cast to the parameters' dtype, as torch keeps it; the
-        fp32 digits of main_params are gone. The wrapper cannot be used any more.
+        Every hook and attribute is removed, and memory is freed at once; state is cast to the parameters' dtype, as
+        torch keeps it; the fp32 digits of main_params are gone. A gradient is kept, rounded to the parameter's dtype;
+        under a shard, where a rank has its share of it, it is cleared. The wrapper cannot be used any more.
         """
         self._gather.finish()
         self._inner.agree(self.param_groups)
         optimizers = list(self._inner.optimizers)
+        self._let_go("was unwrapped; step the inner optimizer, or wrap it anew")
+        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def _let_go(self, why: str) -> None:
         self._finalizer()
+        self._why_gone = why
         for name in GONE_WHEN_UNWRAPPED:
             vars(self).pop(name, None)
-        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def _give_up(self, trainable: Collection[int]) -> list[tuple[nn.Parameter, Tensor]]:
+        """Unwrap in favour of a new wrapper, which goes on with the gradients of its parameters as they stand.
+
+        Args:
+            trainable: `id` of the new wrapper's trainable parameters.
+
+        Returns:
+            The parameters among them that have a gradient, with that. Of a window that is pending, or under a shard,
+            where a rank has a share, gradients are cleared, with a warning.
+        """
+        self._gather.finish()
+        entries = [entry for entry in self._buffers.with_grad() if id(entry.param) in trainable]
+        num_pending, is_sharded = self._window.num_pending, self._buffers.sharding.is_sharded
+        is_whole = not (num_pending or is_sharded)
+        if entries and not is_whole:
+            found = f"{num_pending} micro-batch(es) of a window are pending" if num_pending else "a rank has its share"
+            warnings.warn(
+                f"rewrap=True cleared the gradients of {len(entries)} parameter(s), {entries[0].slot.name} for one: the "
+                f"wrapper that held them cannot hand them over ({found}). To lose none, end a window with flush(), and "
+                "step and clear before wrapping anew",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        kept = [(entry.param, entry.param.grad) for entry in entries if is_whole and entry.param.grad is not None]
+        for entry in entries:
+            entry.param.grad = None
+        self._let_go(f"was unwrapped: a later {type(self).__name__}(rewrap=True) took its parameters over; use that")
+        return kept
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles are made of; gradients and a pending window are left out, as in torch."""

@@ -39,7 +39,7 @@ INTEGRATIONS = (
 WIRED_BY_THE_OPTIMIZER = (
     *("config", "layout", "comm", "dtensor", "checks", "backends", "buckets", "buffers", "ballot", "arrival", "window"),
     *("compiling", "reduction", "gather", "amp", "clip", "inner", "adoption", "probe", "replicas", "update", "state"),
-    *("stateful", "state_view"),
+    *("stateful", "state_view", "holders"),
 )
 INTEGRATION_IMPORTS = ("optimizer", "convert", "recompute", "config", "replicas")
 
@@ -50,7 +50,8 @@ TABLE = {
     "config": Row(0, lazily=("yaml",)),
     "layout": Row(0),
     "planner": Row(1, ("layout",)),
-    "checks": Row(1, ("config", "dtensor"), ("torch",)),
+    "holders": Row(0),
+    "checks": Row(1, ("config", "dtensor", "holders"), ("torch",)),
     "main_grad": Row(1, ("dtensor",), ("torch",)),
     "comm": Row(1, (), ("torch", "torch.distributed")),
     "dtensor": Row(0, (), ("torch",), lazily=("torch.distributed",)),
@@ -99,7 +100,7 @@ TABLE = {
         7,
         (
             *("config", "comm", "buffers", "arrival", "gather", "clip", "inner", "adoption", "state", "pieces"),
-            *("consolidation", "plain", "scratch"),
+            *("consolidation", "plain", "scratch", "window"),
         ),
         ("torch",),
     ),
