@@ -285,20 +285,20 @@ class Slot:
         if param.shape != self._whole_shape:
             raise RuntimeError(
                 f"parameter {self.name} has shape {tuple(param.shape)} but had {tuple(self._whole_shape)} when it was "
-                "wrapped; its buffers do not fit. Resize first (resize_token_embeddings, for one), then make a "
-                "new inner optimizer and wrap that"
+                "wrapped; its buffers do not fit. Call unwrap(), resize (resize_token_embeddings, for one), make a "
+                "new inner optimizer from the resized model, and wrap that"
             )
         if param.dtype is not self.dtype or param.device != self.device:
             raise RuntimeError(
                 f"parameter {self.name} is {param.dtype} on {param.device} but was {self.dtype} on {self.device} "
                 "when it was wrapped: model.half(), .bfloat16(), .float() or .to() ran after wrapping. "
-                "Cast and move the model first, wrap the optimizer after"
+                "Call unwrap(), and cast and move the model before its optimizer is made and wrapped"
             )
         if self.main_grad is not None and dtensor.local_of(self.main_grad).data_ptr() != self.address:
             raise RuntimeError(
                 f"the main_grad of parameter {self.name} has left its bucket (it is {self.main_grad.dtype} on "
                 f"{self.main_grad.device} now): model.half(), .bfloat16() or .to() carried it away after wrapping. "
-                "Cast and move the model first, wrap the optimizer after"
+                "Call unwrap(), and cast and move the model before its optimizer is made and wrapped"
             )
         found = "missing" if getattr(param, "main_grad", None) is None else "another tensor"
         raise RuntimeError(

@@ -139,6 +139,8 @@ class Entry:
             with torch.no_grad():
                 dtensor.copy_local_(main_grad, grad)
             param.grad = main_grad
+            self.bucket.is_dirty = True  # each rank had its own
+            self.bucket.note_version()
 
     @property
     def is_rounded(self) -> bool:

@@ -105,9 +105,10 @@ def check_all_parameters(optimizers: Sequence[Optimizer], *, rewrap: bool = Fals
     for opt in optimizers:
         if holders.find(opt) is not None:
             raise RuntimeError(
-                f"this {type(opt).__name__} is the inner optimizer of a FusedMainGradOptimizer that is still there, and "
-                f"its parameter {named[0][0]} already has a main_grad. Step that one; or call unwrap() on it first, "
-                "which gives this optimizer back with its state in the parameters' dtype"
+                f"this {type(opt).__name__} is wrapped already: a FusedMainGradOptimizer that is still there holds it, so "
+                f"parameter {_first_name(opt)} already has a main_grad. Use that one; or call unwrap() on it first, "
+                "which gives this optimizer back with its state in the parameters' dtype. rewrap=True takes parameters "
+                "over into a new inner optimizer only"
             )
     found = [holders.find(param) for _, param in named] if rewrap else []
     wrappers = list({id(wrapper): wrapper for wrapper in found if wrapper is not None}.values())
@@ -137,6 +138,10 @@ def named_params(group: dict[str, Any], index: int) -> list[tuple[str, nn.Parame
 def default_name(group: int, index: int) -> str:
     """Return what messages call a parameter without a name."""
     return f"param_groups[{group}]['params'][{index}]"
+
+
+def _first_name(optimizer: Optimizer) -> str:
+    return all_named([optimizer])[0][0]
 
 
 def check_parameters(named_params: Iterable[tuple[str, Tensor]], *, free_of: Sequence[Any] = ()) -> None:
@@ -203,19 +208,20 @@ def check_trainable(name: str, param: Tensor, *, free_of: Sequence[Any] = ()) ->
 def _refuse_held(name: str, param: Tensor, holder: Any) -> NoReturn:
     if holder is None:
         raise RuntimeError(
-            f"parameter {name} already has a main_grad, and no FusedMainGradOptimizer made it: Megatron's DDP does, "
-            "TransformerEngine's and other libraries' recipes do. Only one can own it: give fusedopt the bare model, or "
-            "`del param.main_grad` if nothing uses it any more"
+            f"parameter {name} already has a main_grad that no FusedMainGradOptimizer made: Megatron's DDP or another "
+            "library did. Only one can own it: give fusedopt the bare model, or `del param.main_grad` where nothing "
+            "uses it any more"
         )
     if not any(param is given for group in holder.param_groups for given in group["params"]):
         raise RuntimeError(
-            f"parameter {name} already has a main_grad: it is an fp32 main_param, which a FusedMainGradOptimizer made for "
-            "its inner optimizer. Make the new inner optimizer from model.parameters(), not from that optimizer's groups"
+            f"parameter {name} already has a main_grad: it is no parameter of the model but a main_param, which a "
+            "FusedMainGradOptimizer made for its inner optimizer. Make the new inner optimizer from "
+            "model.parameters(), not from the groups of that one"
         )
     raise RuntimeError(
-        f"parameter {name} already has a main_grad: a FusedMainGradOptimizer that is still there holds it. Call unwrap() "
-        "on that one, or drop the last reference to it, before wrapping again; or pass rewrap=True to the new one, "
-        "which unwraps it"
+        f"parameter {name} already has a main_grad: a FusedMainGradOptimizer that is still there holds it. Call "
+        "unwrap() on that one, or drop the last reference to it, before wrapping again; or give the new one "
+        "rewrap=True, which unwraps it"
     )
 
 

@@ -186,9 +186,9 @@ class StatefulOptimizer(Optimizer):
         if entries and not is_whole:
             found = f"{num_pending} micro-batch(es) of a window are pending" if num_pending else "a rank has its share"
             warnings.warn(
-                f"rewrap=True cleared the gradients of {len(entries)} parameter(s), {entries[0].slot.name} for one: the "
-                f"wrapper that held them cannot hand them over ({found}). To lose none, end a window with flush(), and "
-                "step and clear before wrapping anew",
+                f"rewrap=True cleared the gradients of {len(entries)} parameter(s), {entries[0].slot.name} the first: "
+                f"the wrapper that held them cannot hand them over ({found}). To lose none, end a window with flush(), "
+                "and step and clear before wrapping anew",
                 RuntimeWarning,
                 stacklevel=3,
             )
