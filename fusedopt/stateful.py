@@ -8,6 +8,7 @@ Knows nothing of the step.
 from __future__ import annotations
 
 import weakref
+from collections.abc import MutableMapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -21,10 +22,12 @@ from fusedopt.config import MainGradConfig
 from fusedopt.consolidation import consolidate
 from fusedopt.gather import Gather
 from fusedopt.inner import InnerOptimizers
+from fusedopt.listing import Group
 from fusedopt.pieces import checkpoint_wants
 from fusedopt.plain import copy_for_hooks
 from fusedopt.scratch import from_portable
 from fusedopt.state import StateDicts
+from fusedopt.state_view import StateView
 
 GONE_WHEN_UNWRAPPED = ("_inner", "_buffers", "_arrival", "_adoption", "_update", "_gather", "_reduction")
 
@@ -42,9 +45,41 @@ class StatefulOptimizer(Optimizer):
     _clip: Clip
     _finalizer: weakref.finalize[Any, Any]
     _consolidated_at: int = -1
+    _param_groups: list[Group]
+    _state: StateView
 
     def _wire(self, inner: InnerOptimizers, config: MainGradConfig, comm: DataParallelGroup) -> None:
         raise NotImplementedError
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """The groups with the model's parameters: what the lists hold, in their order, is what is trained.
+
+        An edit is followed, by identity of the parameters, in the next `step`, `zero_grad` or `state_dict`.
+        Hyper-parameters that a scheduler on the inner optimizer changed are seen here.
+        """
+        adoption: Adoption | None = vars(self).get("_adoption")
+        if adoption is not None:
+            adoption.show_hyper_parameters()
+        return self._param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        """Take other lists; see above."""
+        self._param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizers' state by model parameter, live; assigning to it replaces all of that."""
+        return self._state
+
+    @state.setter
+    def state(self, state: MutableMapping[Any, Any]) -> None:
+        """Replace all inner state."""
+        if "_state" in vars(self):  # not in torch's constructor, which starts without any
+            entries = dict(state)
+            self._state.clear()
+            self._state.update(entries)
 
     def state_dict(self) -> dict[str, Any]:
         """Return parameters' main_param and inner state in full precision, and the groups; never communicates.
@@ -59,8 +94,9 @@ class StatefulOptimizer(Optimizer):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         self._gather.finish()
+        self._agree()
         self._arrival.adopt()
-        self._inner.agree(self.param_groups)
+        self._buffers.take_over(loaded=False)
         if self._consolidated_at != self._main_versions():  # weights from outside were taken over since
             self._inner.consolidated = None
         wants = checkpoint_wants()
@@ -87,12 +123,13 @@ class StatefulOptimizer(Optimizer):
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 replaced = pre_hook(self, state_dict)
                 state_dict = state_dict if replaced is None else replaced
+            self._adoption.follow(self.param_groups)
             state_dicts = self._state_dicts()
             checked = state_dicts.check(state_dict)
         with self._comm.together():
             state_dicts.unpack(checked)
         self._buffers.forget_agreement()
-        self._inner.forget_steps()
+        self._inner.consolidated = None
         self._inner.agree(self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -117,6 +154,8 @@ class StatefulOptimizer(Optimizer):
             if to not in range(self._comm.world_size):
                 raise ValueError(f"consolidate_state_dict(to={to}): there are {self._comm.world_size} ranks, from 0 on")
             self._inner.consolidated = None
+            self._adoption.follow(self.param_groups)
+            self._buffers.take_over(loaded=False)
             state_dicts, state = self._state_dicts(), {}
             if self._buffers.sharding.is_sharded:
                 state_dicts.refuse_own_format("parts of it cannot be put together")
@@ -124,6 +163,11 @@ class StatefulOptimizer(Optimizer):
         if self._buffers.sharding.is_sharded:
             self._inner.consolidated = consolidate(self._comm, state, state_dicts.cut, to)
             self._consolidated_at = self._main_versions()
+
+    def _agree(self) -> None:
+        """Bring the inner optimizers' groups and hyper-parameters up to date with the wrapper's."""
+        self._adoption.follow(self.param_groups)
+        self._inner.agree(self.param_groups)
 
     def _main_versions(self) -> int:
         return sum(e.main_param._version for e in self._buffers.entries if e.main_param is not None)
@@ -136,7 +180,6 @@ class StatefulOptimizer(Optimizer):
                 "to load one, add broadcast_from_rank0=True, or call optimizer.load_state_dict(). Without "
                 "full_state_dict, torch.distributed.checkpoint saves and redistributes parts"
             )
-        self._adoption.adopt_unfrozen()  # what is not listed is not loaded
         return self._state_dicts().pack_for_checkpoint(is_template=wants == "template")
 
     def _state_dicts(self) -> StateDicts:
@@ -151,7 +194,7 @@ class StatefulOptimizer(Optimizer):
         fp32 digits of main_params are gone. The wrapper cannot be used any more.
         """
         self._gather.finish()
-        self._inner.agree(self.param_groups)
+        self._agree()
         optimizers = list(self._inner.optimizers)
         self._finalizer()
         for name in GONE_WHEN_UNWRAPPED:
@@ -160,11 +203,18 @@ class StatefulOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles are made of; gradients and a pending window are left out, as in torch."""
-        self._inner.agree(self.param_groups)
+        self._agree()
+        self._buffers.take_over(loaded=False)
+        if self._adoption.was_relaid and self._buffers.sharding.is_sharded:
+            raise RuntimeError(
+                "an optimizer whose param_groups were edited under a shard cannot be copied: a copy would be laid out "
+                "in another way. Build an equal one, and load what consolidate_state_dict() and state_dict() give"
+            )
         return {
             "config": self.config,
             "comm": self._comm,
             "inner": self._inner.portable(),
+            "order": self._inner.order,
             "adopted": [entry.param for entry in self._buffers.entries],
             "unfrozen": list(self._adoption.unfrozen),
             "main_params": [main if main is None else main.clone() for main in self._state_dicts().main_params()],
@@ -178,10 +228,10 @@ class StatefulOptimizer(Optimizer):
         requires_grad = [param.requires_grad for param in adopted]
         for param in adopted:  # all in the order of the original, since a shard's layout has to be the same
             param.requires_grad_(all(param is not late for late in unfrozen))
-        self._wire(InnerOptimizers(optimizers), state["config"], state["comm"])
+        self._wire(InnerOptimizers(optimizers, state["order"]), state["config"], state["comm"])
         for param in unfrozen:
             param.requires_grad_(True)
-            self._adoption.adopt_unfrozen()
+            self._adoption.follow(self.param_groups)
         for param, flag in zip(adopted, requires_grad, strict=True):
             param.requires_grad_(flag)
         self._inner.take_state(state["inner"])
