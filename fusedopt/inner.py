@@ -152,7 +152,8 @@ class InnerOptimizers:
         """
         self.forget(list(self._entry_of.values()))
         for listed in self.listed:
-            listed.group["params"][:] = listed.params
+            if listed.is_there:
+                listed.group["params"][:] = listed.params
         if self._guard is not None:
             self._guard.remove(self.optimizers)
 

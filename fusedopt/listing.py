@@ -37,6 +37,11 @@ class Listed:
     agreed: Group = field(default_factory=dict)
 
     @property
+    def is_there(self) -> bool:
+        """Whether the inner optimizer has that many groups; somebody may have taken some away."""
+        return self.position < len(self.optimizer.param_groups)
+
+    @property
     def group(self) -> Group:
         """The inner group."""
         return self.optimizer.param_groups[self.position]
@@ -60,6 +65,8 @@ def agree(listed: Sequence[Listed], outer_groups: Sequence[Group]) -> None:
 def show(listed: Sequence[Listed], outer_groups: Sequence[Group]) -> None:
     """Carry what changed on the inner side alone to the outer one."""
     for item, outer in zip(listed, outer_groups, strict=False):  # a group is being added
+        if not item.is_there:  # the next step says so
+            continue
         for key, value in item.group.items():
             before = item.agreed.get(key, _MISSING)
             if value is before or key in _NOT_HYPER_PARAMETERS or _is_same(value, before):

@@ -155,6 +155,8 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             super().add_param_group(param_group)
             return
         self._adoption.follow(self.param_groups)
+        if self._comm.world_size == 1:  # else something of them may be under way
+            self._adoption.let_go()
         params = param_group["params"]
         if not isinstance(params, set):  # torch refuses a set, whose order changes between runs
             params = [params] if isinstance(params, Tensor) else list(params)
