@@ -1,4 +1,4 @@
-"""`optimizer.param_groups` belongs to the user: an edit of the lists is followed as a stock optimizer follows it, or raises."""
+"""`optimizer.param_groups` belongs to the user: an edit of the lists is followed as by a stock optimizer, or raises."""
 
 import copy
 import warnings
@@ -362,7 +362,7 @@ def test_a_skipped_step_leaves_no_uninitialised_momentum_where_state_went_away(r
     param.grad = torch.full((64,), torch.inf)
     with pytest.warns(RuntimeWarning, match="skipped"):
         optimizer.step()
-        assert optimizer.skipped_steps == 1
+    assert optimizer.skipped_steps == 1
     assert torch.equal(param, before)
     assert optimizer.state.get(param, {}).get("momentum_buffer") is None
     param.grad = torch.ones(64)
@@ -379,7 +379,7 @@ def test_momentum_that_is_switched_on_in_a_skipped_step_starts_from_nothing():
     param.grad = torch.full((64,), torch.nan)
     with pytest.warns(RuntimeWarning, match="skipped"):
         optimizer.step()
-        assert optimizer.skipped_steps == 1
+    assert optimizer.skipped_steps == 1
     param.grad = torch.ones(64)
     optimizer.step()
     assert torch.equal(param, torch.full((64,), -1.0))
