@@ -23,7 +23,7 @@ from fusedopt.consolidation import consolidate
 from fusedopt.gather import Gather
 from fusedopt.inner import InnerOptimizers
 from fusedopt.listing import Group
-from fusedopt.pieces import checkpoint_wants
+from fusedopt.pieces import checkpoint_wants, loaded_empty_group
 from fusedopt.plain import copy_for_hooks
 from fusedopt.scratch import from_portable
 from fusedopt.state import StateDicts
@@ -124,6 +124,7 @@ class StatefulOptimizer(Optimizer):
                 replaced = pre_hook(self, state_dict)
                 state_dict = state_dict if replaced is None else replaced
             self._adoption.follow(self.param_groups)
+            state_dict = self._with_empty_group(state_dict)
             state_dicts = self._state_dicts()
             checked = state_dicts.check(state_dict)
         with self._comm.together():
@@ -133,6 +134,15 @@ class StatefulOptimizer(Optimizer):
         self._inner.agree(self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _with_empty_group(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict from torch.distributed.checkpoint with what that lost; see `loaded_empty_group`."""
+        is_empty = [not group["params"] for group in self.param_groups]
+        if sum(is_empty) != 1 or checkpoint_wants() is None or len(state_dict.get("param_groups", ())) != len(is_empty):
+            return state_dict
+        found: Group = next((values for values in self._comm.objects(loaded_empty_group()) if values is not None), {})
+        pairs = zip(state_dict["param_groups"], is_empty, strict=True)
+        return {**state_dict, "param_groups": [{**group, **found} if empty else group for group, empty in pairs]}
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring all state together on rank ``to``: until the next step or load, `state_dict` returns the whole there.
