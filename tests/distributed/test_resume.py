@@ -1,4 +1,4 @@
-"""A run that was saved and resumed ends in the bits of the one that went on, whoever steps, clips, counts and shards."""
+"""A resumed run ends in the bits of the one that went on, whoever steps, clips, counts and shards."""
 
 import copy
 import itertools
