@@ -52,6 +52,7 @@ class Entry:
         "_grad_dtype_before",
         "bucket",
         "grad_part",
+        "is_loaded",
         "main_param",
         "main_version",
         "model_part",
@@ -75,7 +76,8 @@ class Entry:
             owned = span
         self.part = Span(owned.start - span.start, owned.end - span.start) if owned is not None else None
         self._grad_dtype_before = param.grad_dtype
-        self.seen_version: int | None = None
+        self.seen_version = -1
+        self.is_loaded = False
         self.main_param: nn.Parameter | None = None
         self.grad_part: Tensor | None = None
         self.model_part = dtensor.local_of(param)
@@ -160,11 +162,13 @@ class Entry:
         self.forget_agreement()
 
     def forget_agreement(self) -> None:
-        """Compare with the model parameter at the next `Buffers.take_over`."""
-        self.seen_version = None
+        """Note that main_param was loaded: the next `Buffers.take_over` compares it with the model parameter."""
+        self.seen_version = self.param._version
+        self.is_loaded = True
 
     def mark_synced(self) -> None:
         """Note that model parameter and main_param agree as they stand."""
+        self.is_loaded = False
         self.seen_version = self.param._version
         local = dtensor.local_of(self.param)
         self.seen_address = local.data_ptr()
@@ -255,6 +259,25 @@ class Buffers:
         self.entries.extend(added)
         return added
 
+    def drop(self, entries: Sequence[Entry]) -> None:
+        """Give these parameters back, see `release`; in a bucket that others are in, their elements stay, as zeros.
+
+        Entries and buckets are numbered anew, so nothing may be under way.
+        """
+        for entry in entries:
+            grads = [grad for grad in (entry.grad_part, entry.slot.local_grad) if grad is not None]
+            entry.detach()
+            entry.bucket.entries.remove(entry)
+            torch_ops.zero_(grads)
+        self.buckets[:] = [bucket for bucket in self.buckets if bucket.entries]
+        for index, bucket in enumerate(self.buckets):
+            bucket.index = index
+            bucket.note_version()
+        kept = [entry for bucket in self.buckets for entry in bucket.entries]
+        self.entries[:] = sorted(kept, key=lambda entry: entry.number)
+        for number, entry in enumerate(self.entries):
+            entry.number, entry.slot.index = number, entry.bucket.index
+
     def release(self) -> None:
         """Give every parameter back as torch made it, with its gradient in its own dtype."""
         for bucket in self.buckets:
@@ -308,14 +331,16 @@ class Buffers:
         )
 
     @torch.no_grad()
-    def take_over(self, *, everything: bool = False) -> None:
+    def take_over(self, *, everything: bool = False, loaded: bool = True) -> None:
         """Let edits of model parameters from outside reach their main_params.
 
         Args:
             everything: compare all elements of all parameters, also where torch saw no edit.
+            loaded: compare also where main_param was loaded. False leaves those whose model parameter was not edited
+                since: it may be loaded later than the optimizer.
         """
         for entry in self.entries:
-            if not (everything or entry.was_edited_outside()):
+            if not (everything or entry.was_edited_outside() or (loaded and entry.is_loaded)):
                 continue
             if entry.bucket.model is not None and entry.was_moved():
                 entry.move_into(entry.bucket.model)

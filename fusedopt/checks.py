@@ -105,7 +105,7 @@ def check_all_parameters(optimizers: Sequence[Optimizer], *, rewrap: bool = Fals
     for opt in optimizers:
         if holders.find(opt) is not None:
             raise RuntimeError(
-                f"this {type(opt).__name__} is wrapped already: a FusedMainGradOptimizer that is still there holds it, so "
+                f"this {type(opt).__name__} is wrapped already: a FusedMainGradOptimizer that is still there holds it; "
                 f"parameter {_first_name(opt)} already has a main_grad. Use that one; or call unwrap() on it first, "
                 "which gives this optimizer back with its state in the parameters' dtype. rewrap=True takes parameters "
                 "over into a new inner optimizer only"

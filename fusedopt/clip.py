@@ -28,6 +28,8 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def _norm_of(norms: list[Tensor], norm_type: float) -> Tensor:
+    if not norms:  # all parameters were taken out of the groups
+        return torch.zeros((), dtype=torch.float64)
     together: Tensor = torch.stack([norm.to(norms[0].device) for norm in norms])
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(together, norm_type)
 

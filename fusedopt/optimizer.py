@@ -38,7 +38,8 @@ from fusedopt.clip import Clip
 from fusedopt.comm import DataParallelGroup
 from fusedopt.config import MainGradConfig
 from fusedopt.gather import Gather
-from fusedopt.inner import Group, InnerOptimizers
+from fusedopt.inner import InnerOptimizers
+from fusedopt.listing import Group
 from fusedopt.probe import ShardBy
 from fusedopt.reduction import Reduction
 from fusedopt.replicas import start_alike
@@ -104,7 +105,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             refuse_unsupported(config, requires_closure=inner_optimizers.requires_closure, is_sharded=is_sharded)
             held = check_all_parameters(optimizers, rewrap=rewrap)
             for wrapper in held:
-                wrapper._inner.agree(wrapper.param_groups)
+                wrapper._agree()
             is_fsdp = check_engines(all_named(optimizers), config.shard)
             _resolve_all(config.backend, all_named(optimizers))
             ShardBy(inner_optimizers, config.shard_by).check(is_sharded=is_sharded)
@@ -139,16 +140,17 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         self._update = Update(inner, self._buffers, self._clip, self._gather)
         self._scalers = Scalers(self, self._buffers)
         placement = ShardBy(inner, config.shard_by) if sharding.is_sharded else None
-        self._adoption = Adoption(inner, self._buffers, self._arrival, self._gather, placement)
+        is_alone = comm.world_size == 1
+        self._adoption = Adoption(inner, self._buffers, self._arrival, self._gather, placement, is_alone=is_alone)
         super().__init__([dict(inner.group(i)) for i in range(inner.num_groups)], inner.common_defaults())
-        self.state = StateView(inner)  # type: ignore[assignment]
+        self._state = StateView(inner)
         # A wrapper that is dropped leaves the model as torch made it: hooks hold no reference to the wrapper.
         self._finalizer = weakref.finalize(self, self._adoption.release)
         self._finalizer.atexit = False
         holders.add(self, self._adoption.holds)
         try:
-            for index, group in enumerate(self.param_groups):
-                self._adoption.adopt_group(index, group)
+            for index in range(len(self.param_groups)):
+                self._adoption.adopt_group(index, self.param_groups)
         except BaseException:  # out of memory, for one
             self._finalizer()
             raise
@@ -165,6 +167,9 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         if len(self.param_groups) < self._inner.num_groups:  # torch's constructor adds the groups that inner has
             super().add_param_group(param_group)
             return
+        self._adoption.follow(self.param_groups)
+        if self._comm.world_size == 1:  # else something of them may be under way
+            self._adoption.let_go()
         params = param_group["params"]
         if not isinstance(params, set):  # torch refuses a set, whose order changes between runs
             params = [params] if isinstance(params, Tensor) else list(params)
@@ -177,7 +182,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         inner_group = self._inner.group(index)
         start_alike(self._comm, named_params(inner_group, index), None, broadcast=self.config.broadcast_params)
         super().add_param_group({**inner_group, "params": list(inner_group["params"])})
-        self._adoption.adopt_group(index, self.param_groups[index])
+        self._adoption.adopt_group(index, self.param_groups)
 
     # -- the step
 
@@ -231,7 +236,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         if self._buffers.sharding.is_sharded:
             self._scalers.explain(self._reduction.edited_outside())
         compiling.watch(self._buffers)
-        self._adoption.adopt_unfrozen()
+        self._adoption.follow(self.param_groups)
         self._buffers.check_views()
         self._arrival.adopt()
         self._window.check_kept()
@@ -241,6 +246,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         with self._reduction.meeting(Kind.STEP):  # what one rank must refuse, all refuse; the window stays
             self._prepare()
             self._update.begin(self.param_groups)
+        self._adoption.let_go()
         try:
             num_addends = 1 if self._window.is_averaged else self._num_addends(num_micro_batches)
             may_overlap = not compiling.has_traced()
@@ -264,6 +270,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             loss = _evaluate(closure)
             with torch.no_grad(), self._reduction.meeting(Kind.STEP):
                 self._prepare()
+            self._adoption.let_go()
             return loss
 
         loss = evaluate()
@@ -282,7 +289,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as torch does; does nothing while a micro-batch of a window is pending."""
-        self._adoption.adopt_unfrozen()
+        self._adoption.follow(self.param_groups)
         if self._window.num_pending == 0:
             super().zero_grad(set_to_none)
             if set_to_none:
@@ -311,6 +318,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         """
         with self._scalers.unscaling(self._clip.found_inf), self._reduction.meeting(Kind.CLIP):
             self._prepare()
+        self._adoption.let_go()
         num_micro_batches, num_addends = self._window.num_pending + 1, 1
         if self._window.is_last and not self._buffers.sharding.is_sharded:
             self._average(num_micro_batches)
@@ -379,11 +387,15 @@ class FusedMainGradOptimizer(StatefulOptimizer):
 
     def train(self) -> None:
         """Reach the inner optimizer's ``train()`` where it has one (schedule-free), and refresh the model."""
-        self._update.switch(self.param_groups, "train")
+        self._switch("train")
 
     def eval(self) -> None:
         """Reach the inner optimizer's ``eval()`` where it has one (schedule-free), and refresh the model."""
-        self._update.switch(self.param_groups, "eval")
+        self._switch("eval")
+
+    def _switch(self, method: str) -> None:
+        self._adoption.follow(self.param_groups)
+        self._update.switch(self.param_groups, method)
 
     def __getattr__(self, name: str) -> Any:
         """Fall through to the first inner optimizer that has the attribute."""

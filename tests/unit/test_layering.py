@@ -39,7 +39,7 @@ INTEGRATIONS = (
 WIRED_BY_THE_OPTIMIZER = (
     *("config", "layout", "comm", "dtensor", "checks", "backends", "buckets", "buffers", "ballot", "arrival", "window"),
     *("compiling", "reduction", "gather", "amp", "clip", "inner", "adoption", "probe", "replicas", "update", "state"),
-    *("stateful", "state_view", "holders"),
+    *("stateful", "state_view", "listing", "holders"),
 )
 INTEGRATION_IMPORTS = ("optimizer", "convert", "recompute", "config", "replicas")
 
@@ -87,34 +87,37 @@ TABLE = {
     "scratch": Row(2, ("main_grad",), ("torch",)),
     "plain": Row(1, (), ("torch",)),
     "loading": Row(1, (), ("torch",)),
-    "inner": Row(5, ("dtensor", "buffers", "parts", "scratch"), ("torch",)),
+    "guard": Row(1, (), ("torch",)),
+    "listing": Row(1, (), ("torch",)),
+    "inner": Row(5, ("dtensor", "buffers", "guard", "listing", "parts", "scratch"), ("torch",)),
+    "membership": Row(6, ("checks", "inner", "listing"), ("torch",)),
     "linear": Row(5, ("main_grad", "autograd", "backends"), ("torch",)),
-    "adoption": Row(6, ("checks", "buffers", "arrival", "gather", "inner"), ("torch",)),
+    "adoption": Row(7, ("checks", "buffers", "arrival", "gather", "inner", "listing", "membership"), ("torch",)),
     "probe": Row(6, ("dtensor", "inner", "scratch"), ("torch",)),
-    "fused_step": Row(5, ("backends", "backends.offers", "buffers"), ("torch",)),
+    "fused_step": Row(5, ("backends", "backends.offers", "buffers", "guard"), ("torch",)),
     "state_view": Row(6, ("inner", "pieces"), ("torch",)),
-    "update": Row(6, ("buffers", "clip", "fused_step", "gather", "inner"), ("torch",)),
-    "state": Row(6, ("dtensor", "buffers", "inner", "loading", "parts", "plain"), ("torch",)),
+    "update": Row(6, ("buffers", "clip", "fused_step", "gather", "inner", "listing"), ("torch",)),
+    "state": Row(6, ("dtensor", "buffers", "inner", "listing", "loading", "parts", "plain"), ("torch",)),
     "consolidation": Row(6, ("layout", "pieces", "parts", "comm"), ("torch",)),
     "stateful": Row(
-        7,
+        8,
         (
             *("config", "comm", "buffers", "arrival", "gather", "clip", "inner", "adoption", "state", "pieces"),
-            *("consolidation", "plain", "scratch", "window"),
+            *("consolidation", "listing", "plain", "scratch", "state_view", "window"),
         ),
         ("torch",),
     ),
     "recompute": Row(6, (), ("torch",)),
     "convert": Row(6, ("linear",), ("torch",)),
-    "optimizer": Row(8, WIRED_BY_THE_OPTIMIZER, ("torch",)),
-    "integrations": Row(9),
+    "optimizer": Row(9, WIRED_BY_THE_OPTIMIZER, ("torch",)),
+    "integrations": Row(10),
     "integrations.versions": Row(1, (), ("torch",)),
-    "integrations.arguments": Row(9, INTEGRATION_IMPORTS, ("torch",)),
+    "integrations.arguments": Row(10, INTEGRATION_IMPORTS, ("torch",)),
     "integrations.scaling": Row(1, (), (), lazily=("accelerate",)),
-    "integrations.refusals": Row(9, ("integrations.versions",), ("torch",)),
-    "integrations.resume": Row(9, INTEGRATION_IMPORTS, ("torch",), lazily=("accelerate",)),
+    "integrations.refusals": Row(10, ("integrations.versions",), ("torch",)),
+    "integrations.resume": Row(10, INTEGRATION_IMPORTS, ("torch",), lazily=("accelerate",)),
     "integrations.trainer": Row(
-        10,
+        11,
         (
             *(*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals", "integrations.resume"),
             *("integrations.scaling", "integrations.versions"),
@@ -123,7 +126,7 @@ TABLE = {
         lazily=("transformers",),
     ),
     "integrations.transformers": Row(
-        11,
+        12,
         (
             *(*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals", "integrations.trainer"),
             "integrations.versions",
@@ -132,7 +135,7 @@ TABLE = {
         lazily=("transformers",),
     ),
     "integrations.accelerate": Row(
-        11,
+        12,
         (
             *(*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals", "integrations.scaling"),
             "integrations.versions",
@@ -140,9 +143,9 @@ TABLE = {
         ("torch",),
         lazily=("accelerate",),
     ),
-    "__main__": Row(9, ("_version", "config", "planner", "backends"), ("torch",)),
+    "__main__": Row(10, ("_version", "config", "planner", "backends"), ("torch",)),
 }
-TABLE[""] = Row(12, tuple(TABLE))  # fusedopt/__init__.py: the public names of all above
+TABLE[""] = Row(13, tuple(TABLE))  # fusedopt/__init__.py: the public names of all above
 
 OPTIONAL_LIBRARIES = {"transformers", "accelerate", "yaml", "safetensors", "triton", "apex", "transformer_engine"}
 MAY_IMPORT_DISTRIBUTED = ("comm", "dtensor", "pieces")
@@ -306,7 +309,7 @@ DOCSTRING = '"""Docstring."""\n'
     ("path", "source", "problem"),
     [
         ("arrival.py", "from fusedopt.inner import Group", "level 5, from level 5"),
-        ("buffers.py", "from fusedopt.optimizer import FusedMainGradOptimizer", "level 8, from level 4"),
+        ("buffers.py", "from fusedopt.optimizer import FusedMainGradOptimizer", "level 9, from level 4"),
         ("buffers.py", "import fusedopt.clip", "level 5, from level 4"),
         ("buffers.py", "from fusedopt import clip", "level 5, from level 4"),
         ("buffers.py", "from . import clip", "level 5, from level 4"),
@@ -315,7 +318,7 @@ DOCSTRING = '"""Docstring."""\n'
         ("backends/__init__.py", "from .triton_ops import norm", "which the table does not allow"),
         ("backends/__init__.py", "from ..buffers import Buffers", "level 4, from level 3"),
         ("buffers.py", "def f() -> None:\n    from fusedopt.clip import Clip", "level 5, from level 4"),
-        ("buffers.py", "from fusedopt import FusedMainGradOptimizer", "level 12, from level 4"),
+        ("buffers.py", "from fusedopt import FusedMainGradOptimizer", "level 13, from level 4"),
         ("window.py", "from fusedopt.config import MainGradConfig", "which the table does not allow"),
         ("layout.py", "import torch", "at module level"),
         ("config.py", "import yaml", "at module level"),
