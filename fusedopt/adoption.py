@@ -63,12 +63,9 @@ class Adoption:
         self.entries: dict[int, Entry] = {}
         self.unfrozen: list[nn.Parameter] = []
         self.was_relaid = False
-        self._is_released = False
 
     def holds(self, thing: object) -> bool:
         """Return whether ``thing`` is an inner optimizer, or one of its parameters, frozen ones included."""
-        if self._is_released:
-            return False
         if isinstance(thing, Optimizer):
             return any(thing is opt for opt in self._inner.optimizers)
         held: tuple[dict[int, Any], ...] = (self.entries, self._frozen, self._leaving)
@@ -186,7 +183,6 @@ class Adoption:
         The garbage collector calls this wherever it runs: while torch.compile traces over fake tensors, in inference
         mode. What those change about tensors is not meant for ours.
         """
-        self._is_released = True
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
             self._gather.finish()
             self._inner.release()

@@ -24,6 +24,11 @@ def add(wrapper: object, holds: Callable[[object], bool]) -> None:
     _live[wrapper] = holds
 
 
+def remove(wrapper: object) -> None:
+    """Forget a wrapper, which holds nothing any more."""
+    _live.pop(wrapper, None)
+
+
 def find(thing: object) -> Any | None:
     """Return the live wrapper that holds ``thing``, a parameter or an inner optimizer; None if there is none."""
     return next((wrapper for wrapper, holds in list(_live.items()) if holds(thing)), None)

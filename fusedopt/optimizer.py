@@ -152,7 +152,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             for index in range(len(self.param_groups)):
                 self._adoption.adopt_group(index, self.param_groups)
         except BaseException:  # out of memory, for one
-            self._finalizer()
+            self._retire("was never finished: wrapping it failed")
             raise
         compiling.watch(self._buffers)
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fusedopt import holders
 from fusedopt.adoption import Adoption
 from fusedopt.arrival import Arrival
 from fusedopt.buffers import Buffers
@@ -216,6 +217,7 @@ class StatefulOptimizer(Optimizer):
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def _retire(self, why: str) -> None:
+        holders.remove(self)
         self._finalizer()
         self._why_gone = why
         for name in GONE_WHEN_UNWRAPPED:

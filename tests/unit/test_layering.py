@@ -103,7 +103,7 @@ TABLE = {
         8,
         (
             *("config", "comm", "buffers", "arrival", "gather", "clip", "inner", "adoption", "state", "pieces"),
-            *("consolidation", "listing", "plain", "scratch", "state_view", "window"),
+            *("consolidation", "holders", "listing", "plain", "scratch", "state_view", "window"),
         ),
         ("torch",),
     ),
