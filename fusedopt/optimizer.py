@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedopt import backends, compiling, holders
@@ -112,7 +112,9 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         comm = DataParallelGroup.alone(norm_group) if is_fsdp else comm
         start_alike(comm, all_named(optimizers), dataclasses.asdict(config), broadcast=config.broadcast_params)
         trainable = {id(param) for _, param in all_named(optimizers) if param.requires_grad}
-        gradients = [pair for wrapper in held for pair in wrapper._give_up(trainable)]
+        gradients: list[tuple[nn.Parameter, Tensor]] = []
+        for wrapper in held:
+            gradients += wrapper._give_up(trainable)
         self._wire(inner_optimizers, config, comm)
         for param, grad in gradients:
             param.grad = grad
