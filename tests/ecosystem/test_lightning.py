@@ -1,4 +1,4 @@
-"""Claims about PyTorch Lightning, which calls ``configure_optimizers`` at each fit, while it holds what that returned."""
+"""Claims about PyTorch Lightning, which calls ``configure_optimizers`` at each fit, and holds what it returned."""
 
 import logging
 import re
