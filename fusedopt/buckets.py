@@ -292,13 +292,13 @@ class Slot:
             raise RuntimeError(
                 f"parameter {self.name} is {param.dtype} on {param.device} but was {self.dtype} on {self.device} "
                 "when it was wrapped: model.half(), .bfloat16(), .float() or .to() ran after wrapping. "
-                "Call unwrap(), and cast and move the model before its optimizer is made and wrapped"
+                "Call unwrap(); cast and move the model first, make and wrap the optimizer after"
             )
         if self.main_grad is not None and dtensor.local_of(self.main_grad).data_ptr() != self.address:
             raise RuntimeError(
                 f"the main_grad of parameter {self.name} has left its bucket (it is {self.main_grad.dtype} on "
                 f"{self.main_grad.device} now): model.half(), .bfloat16() or .to() carried it away after wrapping. "
-                "Call unwrap(), and cast and move the model before its optimizer is made and wrapped"
+                "Call unwrap(); cast and move the model first, make and wrap the optimizer after"
             )
         found = "missing" if getattr(param, "main_grad", None) is None else "another tensor"
         raise RuntimeError(

@@ -30,7 +30,7 @@ _OTHER_NAMES = (  # the field, what else to say, and its other names
     (
         "max_grad_norm",
         "",
-        "clip clip_grad clip_grad_norm clip_gradients clip_norm clip_value clipping gradient_clip gradient_clip_norm "
+        "clip clip_grad clip_grad_norm clip_gradients clip_norm clipping gradient_clip gradient_clip_norm "
         "gradient_clip_val gradient_clipping grad_clip grad_clip_norm grad_clipping grad_norm max_gradient_norm "
         "max_norm",
     ),
@@ -425,7 +425,7 @@ def _instead(spec: Field[Any], value: Any) -> str:
     if spec.type is int:
         return f"; use {_nearest_number(spec, value)!r}"
     words = text.replace("-", "_").replace("zero ", "zero").replace("stage ", "stage")
-    for meant, names in (_SWITCHES if spec.type is bool else _OTHER_VALUES[spec.name]).items():
+    for meant, names in (_SWITCHES if spec.type is bool else _OTHER_VALUES.get(spec.name, {})).items():
         if words in names.split():
             return f"; use {meant!r}" if meant in valid else f"; {meant}"
     is_text = isinstance(value, str) or (value is None and text in valid)
