@@ -27,21 +27,40 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 
 from fusedopt import dtensor
 from fusedopt.backward import BackwardWatch
-from fusedopt.ballot import Ballot, Kind, Says
+from fusedopt.ballot import Ballot, Kind, Problem, Says
 from fusedopt.buckets import Bucket, Slot
 from fusedopt.buffers import Buffers
 from fusedopt.comm import DataParallelGroup
 from fusedopt.pipelines import StageEdits
 from fusedopt.transport import Parcel, Transport
+from fusedopt.window import WindowLost
 
 MAX_IN_FLIGHT = 2
 """Buckets launched from hooks at once: what overlap may cost in memory."""
+
+
+@dataclass
+class Meeting:
+    """One meeting of all ranks in a clip or step.
+
+    Args:
+        kind: where this rank is; in a clip or step it goes on until all ranks are there.
+        count: of micro-batches; ranks that clip or step have to agree on it.
+        problem: why this rank cannot go on; then all raise, and no gradient is changed.
+        note: set in its body: something that this rank has to tell. After it: whether any rank had.
+    """
+
+    kind: Kind
+    count: int = 0
+    problem: Exception | None = None
+    note: bool = False
 
 
 class Reduction:
@@ -194,7 +213,7 @@ class Reduction:
                 entry.slot.expected_fires = entry.slot.num_fires
         self.note_versions()
         if self._shard == "gradients" or (self._shard == "none" and not self._is_merging and not self._is_paused):
-            self.sync(Kind.BACKWARD)
+            self.sync(Meeting(Kind.BACKWARD))
 
     # -- launching
 
@@ -251,14 +270,14 @@ class Reduction:
     # -- meeting
 
     @contextlib.contextmanager
-    def meeting(self, kind: Kind) -> Iterator[None]:
+    def meeting(self, kind: Kind, count: int = 0) -> Iterator[Meeting]:
         """Run the body, then `sync`; what the body raises on one rank, all raise."""
-        problem: Exception | None = None
+        meeting = Meeting(kind, count)
         try:
-            yield
+            yield meeting
         except Exception as error:
-            problem = error
-        self.sync(kind, problem)
+            meeting.problem = error
+        self.sync(meeting)
         shares = self._buffers.shares()
         if shares:
             self._comm.sum_shares_([(e.grad_part, dtensor.share_groups(e.param)) for e in shares])
@@ -266,27 +285,26 @@ class Reduction:
                 entry.slot.end_share(entry.param)
             self.note_versions()
 
-    def sync(self, kind: Kind, problem: Exception | None = None) -> None:
+    def sync(self, meeting: Meeting) -> None:
         """Meet all ranks; see the top of this file. Does nothing for one rank but to raise its problem.
-
-        Args:
-            kind: where this rank is. In a clip or step it goes on until all ranks are there.
-            problem: why this rank cannot go on; then all raise, and no gradient is changed.
 
         Raises:
             RuntimeError: on all ranks: if one has a problem, gradients were cleared on some ranks only, or ranks
                 call different methods. In the last two cases the window is lost, and gradients are cleared.
         """
+        kind = meeting.kind
         if self._comm.world_size == 1:
-            if problem is not None:
-                raise problem
+            if meeting.problem is not None:
+                raise meeting.problem
             return
         if kind is not Kind.BACKWARD:
             self._mind_failure()
         while True:
-            said = self._exchange(kind, problem)
-            if said.has_problem:
-                self._comm.raise_together(problem)
+            said = self._exchange(meeting)
+            if said.problem is not Problem.NONE:
+                if said.problem is Problem.LOSES_WINDOW:
+                    self._on_lost()
+                self._comm.raise_together(meeting.problem)
             if not said.agrees_on_numbers:
                 self._parcels.clear()
             else:
@@ -300,12 +318,18 @@ class Reduction:
             self._learn_order(said)
             self.note_versions()
             if kind is Kind.BACKWARD or said.all_are(kind):
+                meeting.note = said.note
                 return
 
-    def _exchange(self, kind: Kind, problem: Exception | None) -> Says:
+    def _exchange(self, meeting: Meeting) -> Says:
         waiting = {bucket.index for bucket in self._not_launched()}
         message = self._ballot.fill(
-            kind, has_started=self._num_launched > 0, waiting=waiting, has_problem=problem is not None
+            meeting.kind,
+            meeting.count,
+            has_started=self._num_launched > 0,
+            waiting=waiting,
+            problem=_weight_of(meeting.problem),
+            note=meeting.note,
         )
         return self._ballot.read(self._comm.exchange(message))
 
@@ -383,7 +407,7 @@ class Reduction:
 
     def _settle_launched(self) -> None:
         if self._num_launched:
-            self.sync(Kind.BACKWARD)
+            self.sync(Meeting(Kind.BACKWARD))
 
     def note_versions(self) -> None:
         """Note that gradients were last written by a backward, or by fusedopt."""
@@ -395,3 +419,9 @@ class Reduction:
         if self._watch.has_failed or self._comm.world_size == 1:
             return []
         return [bucket for bucket in self._buffers.buckets if bucket.was_written()]
+
+
+def _weight_of(problem: Exception | None) -> Problem:
+    if problem is None:
+        return Problem.NONE
+    return Problem.LOSES_WINDOW if isinstance(problem, WindowLost) else Problem.CAN_BE_MENDED

@@ -77,7 +77,9 @@ TABLE = {
     "transport": Row(5, ("buckets", "buffers", "comm"), ("torch",)),
     "pipelines": Row(5, ("buffers", "backends.torch_ops")),
     "reduction": Row(
-        6, ("dtensor", "backward", "ballot", "buckets", "buffers", "comm", "pipelines", "transport"), ("torch",)
+        6,
+        ("dtensor", "backward", "ballot", "buckets", "buffers", "comm", "pipelines", "transport", "window"),
+        ("torch",),
     ),
     "gather": Row(5, ("buckets", "buffers", "comm"), ("torch",)),
     "amp": Row(5, ("buckets", "buffers"), ("torch",)),
