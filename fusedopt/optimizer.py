@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from fusedopt import backends, compiling
+from fusedopt import backends, compiling, stock_clip
 from fusedopt.adoption import Adoption
-from fusedopt.amp import Scalers
+from fusedopt.amp import Scalers, asking_scaler
 from fusedopt.arrival import Arrival
 from fusedopt.ballot import Kind
 from fusedopt.buckets import Sharding
@@ -140,6 +141,8 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             self._finalizer()
             raise
         compiling.watch(self._buffers)
+        if sharding.is_sharded:
+            stock_clip.watch(self._buffers)
 
     # -- parameters and groups
 
@@ -220,8 +223,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
 
     def _prepare(self) -> None:
         """Bring main_grad up to date, and raise on anything that was replaced or edited since wrapping."""
-        if self._buffers.sharding.is_sharded:
-            self._scalers.explain(self._reduction.edited_outside())
+        self._scalers.explain(self._reduction.edited_outside())
         compiling.watch(self._buffers)
         self._adoption.adopt_unfrozen()
         self._buffers.check_views()
@@ -355,18 +357,23 @@ class FusedMainGradOptimizer(StatefulOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler asks this at each step. False: it unscales `.grad`, and calls step() unless it found an inf.
+        # False: a scaler unscales `.grad`, and calls step() unless it found an inf. For anybody else that is all.
+        scaler = asking_scaler()
+        if scaler is not None:
+            self._before_scaled_step(scaler)
+        return False
+
+    def _before_scaled_step(self, scaler: GradScaler) -> None:
         if self._window.is_merging:
             raise RuntimeError(
                 f"GradScaler does not go with gradient_accumulation_steps={self._window.num_micro_batches}: it would "
                 "unscale the partial sum at every micro-batch. Use gradient_accumulation_steps=1, divide the loss by "
                 "k, and call scaler.step() and zero_grad() every k-th micro-batch"
             )
-        if self._buffers.sharding.is_sharded and self._scalers.check_step():
+        if self._buffers.sharding.is_sharded and self._scalers.check_step(scaler):
             unscaling = self._scalers.unscaling(self._clip.found_inf, is_step=True)
-            with torch.no_grad(), unscaling, self._reduction.meeting(Kind.CLIP):
+            with torch.no_grad(), unscaling, self._reduction.meeting(Kind.CLIP, self._window.num_pending):
                 self._prepare()
-        return False
 
     def memory_report(self) -> dict[str, float]:
         """Return bytes as allocated, by kind, and ``bytes_per_param``.

@@ -415,10 +415,18 @@ class Reduction:
             bucket.note_version()
 
     def edited_outside(self) -> list[Bucket]:
-        """Return the buckets whose main_grads something other than a backward or fusedopt wrote into."""
+        """Return the buckets that something other than a backward or fusedopt wrote into, and should not have.
+
+        Under a shard what it found there was a share, and all zero where the content is under way; which it is at times
+        without one, too. Zeros in a share are harmless: ``model.zero_grad(set_to_none=False)``.
+        """
         if self._watch.has_failed or self._comm.world_size == 1:
             return []
-        return [bucket for bucket in self._buffers.buckets if bucket.was_written()]
+        away = set(self._launch_order()[: self._num_launched])
+        written = [bucket for bucket in self._buffers.buckets if bucket.was_written()]
+        if not self._buffers.sharding.is_sharded:
+            return [bucket for bucket in written if bucket.index in away]
+        return [b for b in written if b.index in away or (b.grad is not None and bool(b.grad.any()))]
 
 
 def _weight_of(problem: Exception | None) -> Problem:

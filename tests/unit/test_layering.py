@@ -39,7 +39,7 @@ INTEGRATIONS = (
 WIRED_BY_THE_OPTIMIZER = (
     *("config", "layout", "comm", "dtensor", "checks", "backends", "buckets", "buffers", "ballot", "arrival", "window"),
     *("compiling", "reduction", "gather", "amp", "clip", "inner", "adoption", "probe", "replicas", "update", "state"),
-    *("stateful", "state_view"),
+    *("stateful", "state_view", "stock_clip"),
 )
 INTEGRATION_IMPORTS = ("optimizer", "convert", "recompute", "config", "replicas")
 
@@ -73,6 +73,7 @@ TABLE = {
     "arrival": Row(5, ("dtensor", "buckets", "buffers", "checks", "main_grad"), ("torch",)),
     "compiling": Row(5, ("buffers",), ("torch",)),
     "window": Row(5, ("buffers",), ("torch",)),
+    "stock_clip": Row(5, ("buffers",), ("torch",)),
     "ballot": Row(5, ("buckets", "buffers"), ("torch",)),
     "transport": Row(5, ("buckets", "buffers", "comm"), ("torch",)),
     "pipelines": Row(5, ("buffers", "backends.torch_ops")),
@@ -90,7 +91,7 @@ TABLE = {
     "loading": Row(1, (), ("torch",)),
     "inner": Row(5, ("dtensor", "buffers", "parts", "scratch"), ("torch",)),
     "linear": Row(5, ("main_grad", "autograd", "backends"), ("torch",)),
-    "adoption": Row(6, ("checks", "buffers", "arrival", "gather", "inner"), ("torch",)),
+    "adoption": Row(6, ("checks", "buffers", "arrival", "gather", "inner", "stock_clip"), ("torch",)),
     "probe": Row(6, ("dtensor", "inner", "scratch"), ("torch",)),
     "fused_step": Row(5, ("backends", "backends.offers", "buffers"), ("torch",)),
     "state_view": Row(6, ("inner", "pieces"), ("torch",)),
