@@ -13,7 +13,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.amp.grad_scaler import OptState
 
 from fusedopt.buckets import Bucket
 from fusedopt.buffers import Buffers
+from fusedopt.window import WindowLost
 
 _SHARDED_MODULE = "torch.distributed.fsdp.sharded_grad_scaler"
 _MARK = "unscaled by fusedopt"
@@ -56,24 +57,22 @@ class Scalers:
                 return candidate  # type: ignore[no-any-return]
         return None
 
-    def explain(self, edited: list[Bucket]) -> None:
-        """Raise if something wrote into the main_grads of ``edited`` since the last backward.
+    def explain(self, edited: list[Bucket]) -> NoReturn:
+        """Raise, since something wrote into the main_grads of ``edited`` after the last backward.
 
         What a `ShardedGradScaler` did to them was undone by then, see `unscaling`.
 
         Raises:
             RuntimeError: naming a parameter, and what to use instead.
         """
-        if not edited:
-            return
         scaler = self._find() if self._buffers.sharding.is_sharded else None
         if scaler is not None:
             self.refuse_stock(scaler)
         name = edited[0].entries[0].slot.name
-        raise RuntimeError(
+        raise WindowLost(
             f"the gradients in the bucket of parameter {name} were edited between backward and step. They are this "
             "rank's share, or under way between ranks, and an edit such as torch.nn.utils.clip_grad_norm_ is wrong in "
-            f"silence: {_REMEDY}"
+            f"silence: {_REMEDY}. This window is spoilt: call optimizer.zero_grad() and go on with the next"
         )
 
     def refuse_stock(self, scaler: GradScaler) -> None:

@@ -223,7 +223,10 @@ class FusedMainGradOptimizer(StatefulOptimizer):
 
     def _prepare(self) -> None:
         """Bring main_grad up to date, and raise on anything that was replaced or edited since wrapping."""
-        self._scalers.explain(self._reduction.edited_outside())
+        edited = self._reduction.edited_outside()
+        if edited:
+            self._window.restart()
+            self._scalers.explain(edited)
         compiling.watch(self._buffers)
         self._adoption.adopt_unfrozen()
         self._buffers.check_views()

@@ -83,7 +83,7 @@ TABLE = {
         ("torch",),
     ),
     "gather": Row(5, ("buckets", "buffers", "comm"), ("torch",)),
-    "amp": Row(5, ("buckets", "buffers"), ("torch",)),
+    "amp": Row(6, ("buckets", "buffers", "window"), ("torch",)),
     "clip": Row(5, ("buffers", "comm", "backends", "backends.torch_ops"), ("torch",)),
     "parts": Row(4, ("dtensor", "layout", "pieces"), ("torch",)),
     "scratch": Row(2, ("main_grad",), ("torch",)),
