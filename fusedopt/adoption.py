@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fusedopt import stock_clip
 from fusedopt.arrival import Arrival
 from fusedopt.buffers import Buffers, Entry
 from fusedopt.checks import check_parameters, check_trainable, named_params
@@ -187,6 +188,7 @@ class Adoption:
             self._gather.finish()
             self._inner.release()
             self._arrival.release()
+            stock_clip.unwatch(self._buffers)
             self._buffers.release()
             self.entries.clear()
             self._leaving.clear()

@@ -35,6 +35,14 @@ class Kind(enum.IntEnum):
     STEP = 2
 
 
+class Problem(enum.IntEnum):
+    """Whether a rank cannot go on."""
+
+    NONE = 0
+    CAN_BE_MENDED = 1
+    LOSES_WINDOW = 2
+
+
 _HAS, _SENT_KEPT, _SENT_CLEARED, _GIVEN_KEPT, _GIVEN_CLEARED, _IS_SHARE = (1 << bit for bit in range(6))
 _PER_PARAM = (_HAS, _SENT_KEPT, _SENT_CLEARED, _GIVEN_KEPT, _GIVEN_CLEARED, _IS_SHARE)
 
@@ -90,18 +98,22 @@ class Ballot:
         self._votes_on_given.clear()
         self._given = {entry.number: self._mark(entry) for entry in entries}
 
-    def fill(self, kind: Kind, *, has_started: bool, waiting: Collection[int], has_problem: bool) -> Tensor:
+    def fill(
+        self, kind: Kind, count: int, *, has_started: bool, waiting: Collection[int], problem: Problem, note: bool
+    ) -> Tensor:
         """Return what this rank says, uint8 on CPU.
 
         Args:
             kind: where it is.
+            count: of micro-batches; ranks that clip or step have to agree on it.
             has_started: whether it launched a bucket in this round.
             waiting: indices of those that it did not.
-            has_problem: whether it cannot go on.
+            problem: whether it cannot go on.
+            note: what a clip or step tells the other ranks, see `reduction.Meeting`.
         """
         buffers = self._buffers
-        head = [int(kind is k) for k in Kind] + [int(has_started), int(has_problem)]
-        for number in (len(buffers.entries), len(buffers.buckets)):
+        head = [int(kind is k) for k in Kind] + [int(has_started), int(note), int(problem)]
+        for number in (len(buffers.entries), len(buffers.buckets), count):
             low = number.to_bytes(_NUMBER_BYTES, "little")
             head += [*low, *(255 - byte for byte in low)]
         body = bytearray(head)
@@ -133,12 +145,12 @@ class Ballot:
         """Return what all ranks together say."""
         said = message.numpy().tobytes()
         kinds = [bool(said[k]) for k in Kind]
-        has_started, has_problem = bool(said[len(kinds)]), bool(said[len(kinds) + 1])
-        start = len(kinds) + 2
-        agrees = True
-        for _ in range(2):
+        has_started, note, problem = bool(said[len(kinds)]), bool(said[len(kinds) + 1]), Problem(said[len(kinds) + 2])
+        start = len(kinds) + 3
+        agrees = []
+        for _ in range(3):
             low, high = said[start : start + _NUMBER_BYTES], said[start + _NUMBER_BYTES : start + 2 * _NUMBER_BYTES]
-            agrees = agrees and all(a + b == 255 for a, b in zip(low, high, strict=True))
+            agrees.append(all(a + b == 255 for a, b in zip(low, high, strict=True)))
             start += 2 * _NUMBER_BYTES
         num = len(self._buffers.entries)
         rows = [said[start + i * num : start + (i + 1) * num] for i in range(len(_PER_PARAM))]
@@ -147,7 +159,7 @@ class Ballot:
         if has_started and self._buffers.sharding.shard == "none":
             # The mean of before hangs on every rank. Some sent it with the round, so it has to move on all.
             dirty = bytes(map(max, dirty, stays))
-        return Says(kinds, has_started, has_problem, agrees, rows, dirty, settled, self._buffers)
+        return Says(kinds, has_started, note, problem, all(agrees[:2]), agrees[2], rows, dirty, settled, self._buffers)
 
 
 @dataclass(frozen=True)
@@ -156,8 +168,10 @@ class Says:
 
     kinds: Sequence[bool]
     has_started: bool
-    has_problem: bool
+    note: bool
+    problem: Problem
     agrees_on_numbers: bool
+    agrees_on_count: bool
     rows: Sequence[bytes]
     dirty: bytes
     settled: bytes
@@ -193,6 +207,11 @@ class Says:
             return "ranks have different numbers of trainable parameters: freeze and unfreeze on all of them alike"
         if self.kinds[Kind.CLIP] and self.kinds[Kind.STEP]:
             return "some ranks call optimizer.clip_grad_norm_() where others call optimizer.step()"
+        if not self.agrees_on_count and (self.all_are(Kind.CLIP) or self.all_are(Kind.STEP)):
+            return (
+                "ranks are at different micro-batches of a window, by a flush() with more pending on some, or by a "
+                "step() left out: all have to call step() equally often before they clip, step or flush together"
+            )
         for kept, cleared in ((self.rows[1], self.rows[2]), (self.rows[3], self.rows[4])):
             names = [e.slot.name for e in self.buffers.entries if kept[e.number] and cleared[e.number]]
             if names:

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from fusedopt import backends, compiling, holders
+from fusedopt import backends, compiling, holders, stock_clip
 from fusedopt.adoption import Adoption
-from fusedopt.amp import Scalers
+from fusedopt.amp import Scalers, asking_scaler
 from fusedopt.arrival import Arrival
 from fusedopt.ballot import Kind
 from fusedopt.buckets import Sharding
@@ -34,7 +35,7 @@ from fusedopt.checks import (
     named_params,
     refuse_unsupported,
 )
-from fusedopt.clip import Clip
+from fusedopt.clip import Clip, checked_norm
 from fusedopt.comm import DataParallelGroup
 from fusedopt.config import MainGradConfig
 from fusedopt.gather import Gather
@@ -157,6 +158,8 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             self._retire("was never finished: wrapping it failed")
             raise
         compiling.watch(self._buffers)
+        if sharding.is_sharded:
+            stock_clip.watch(self._buffers)
 
     # -- parameters and groups
 
@@ -215,15 +218,20 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             self._finish_window(self._window.num_pending + 1)
         else:
             self._prepare()
-            self._window.add([] if self._buffers.sharding.is_lending else self._buffers.with_grad())
+            kept = [] if self._buffers.sharding.is_lending else self._buffers.with_grad()
+            self._window.add(kept, self._arrival.num_arrivals)
         return loss
 
     def flush(self) -> None:
-        """End a window early: step with the micro-batches that are pending, if any (the last, short window)."""
+        """End a window early: step with the micro-batches that are pending, if any (the last, short window).
+
+        Raises:
+            RuntimeError: as `step`, and if gradients arrived for which `step` was not called.
+        """
         self._check_usable(None)
         if self._window.num_pending:
             with torch.no_grad():
-                self._finish_window(self._window.num_pending)
+                self._finish_window(self._window.num_pending, is_early=True)
 
     def _check_usable(self, closure: Closure | None) -> None:
         if closure is None and self._inner.requires_closure:
@@ -235,32 +243,49 @@ class FusedMainGradOptimizer(StatefulOptimizer):
 
     def _prepare(self) -> None:
         """Bring main_grad up to date, and raise on anything that was replaced or edited since wrapping."""
-        if self._buffers.sharding.is_sharded:
-            self._scalers.explain(self._reduction.edited_outside())
+        edited = self._reduction.edited_outside()
+        if edited:
+            self._window.restart()
+            self._scalers.explain(edited)
         compiling.watch(self._buffers)
         self._adoption.follow(self.param_groups)
         self._buffers.check_views()
         self._arrival.adopt()
         self._window.check_kept()
+        self._window.check_averaged(self._arrival.num_arrivals)
         self._reduction.note_versions()
 
-    def _finish_window(self, num_micro_batches: int) -> None:
-        with self._reduction.meeting(Kind.STEP):  # what one rank must refuse, all refuse; the window stays
+    def _finish_window(self, num_micro_batches: int, *, is_early: bool = False) -> None:
+        with self._reduction.meeting(
+            Kind.STEP, num_micro_batches
+        ):  # what one rank must refuse, all refuse; the window stays
             self._prepare()
+            if is_early:
+                self._window.check_flush(self._arrival.num_arrivals)
             self._update.begin(self.param_groups)
         self._adoption.let_go()
         try:
+            for max_norm, norm_type in self._window.clips:
+                self._clip_mean(max_norm, norm_type, num_micro_batches)
             num_addends = 1 if self._window.is_averaged else self._num_addends(num_micro_batches)
             may_overlap = not compiling.has_traced()
             self._update.apply(self.param_groups, num_addends=num_addends, may_overlap=may_overlap)
         finally:
-            self._window.restart()
+            self._window.end(self._arrival.num_arrivals)
             self._reduction.window_ended()
 
-    def _average(self, num_micro_batches: int) -> None:
-        if not self._window.is_averaged:
+    def _clip_mean(self, max_norm: float, norm_type: float, num_micro_batches: int) -> Tensor:
+        """Clip the mean of a whole window, and return its norm before."""
+        num_addends = 1
+        if self._buffers.sharding.is_sharded:  # sums stay sums until the step: gradients may still arrive
+            num_addends = self._num_addends(num_micro_batches)
+        elif not self._window.is_averaged and self._num_addends(num_micro_batches) != 1:
             self._clip.average(self._num_addends(num_micro_batches))
-            self._window.is_averaged = self._window.is_merging
+            self._window.averaged(self._arrival.num_arrivals)
+        norm = self._clip.measure(norm_type) / num_addends
+        self._clip.scale(norm, max_norm)
+        self._reduction.note_versions()
+        return norm
 
     def _num_addends(self, num_micro_batches: int) -> int:
         """Return what sums are divided by, once: ranks, where those were summed, and averaged micro-batches."""
@@ -303,9 +328,9 @@ class FusedMainGradOptimizer(StatefulOptimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``, without a host synchronisation.
 
-        Over all ranks, which all call it. Under gradient merge (k > 1) this averages first and clips before the call of
-        `step` that ends the window; before the others it only measures the mean so far, since clipping a part would
-        change the sum.
+        Over all ranks, which all call it. Under gradient merge (k > 1) it averages first, and clips after the last
+        backward of a window. Anywhere else it only measures the mean so far, since clipping a part would change the
+        sum; should the next call of `step` or `flush` end the window, it clips the whole mean then.
 
         Args:
             max_norm: positive; ``inf`` measures only.
@@ -315,22 +340,24 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             The norm before clipping, 0-d, float32 (float64 if there are float64 parameters).
 
         Raises:
-            ValueError: for a norm type that is not a norm.
+            TypeError, ValueError: naming the value, for what is no limit or no norm; nothing was changed.
             RuntimeError: as `step`.
         """
-        with self._scalers.unscaling(self._clip.found_inf), self._reduction.meeting(Kind.CLIP):
+        window = self._window
+        unscaling = self._scalers.unscaling(self._clip.found_inf)
+        with unscaling, self._reduction.meeting(Kind.CLIP, window.num_pending) as meeting:
+            max_norm, norm_type = checked_norm(max_norm, norm_type)
             self._prepare()
+            meeting.note = window.has_begun(self._arrival.num_arrivals)
         self._adoption.let_go()
-        num_micro_batches, num_addends = self._window.num_pending + 1, 1
-        if self._window.is_last and not self._buffers.sharding.is_sharded:
-            self._average(num_micro_batches)
-        else:  # sums over ranks stay sums until the step: gradients may still arrive
-            num_addends = self._num_addends(num_micro_batches)
-        norm = self._clip.measure(norm_type) / num_addends
-        if self._window.is_last:
-            self._clip.scale(norm, float(max_norm))
-            self._reduction.note_versions()
-        return norm
+        has_begun = meeting.note  # on any rank
+        if not window.is_merging or (window.is_last and has_begun):
+            for waiting in window.clips:
+                self._clip_mean(*waiting, window.num_pending + 1)
+            window.clips = []
+            return self._clip_mean(max_norm, norm_type, window.num_pending + 1)
+        window.clips.append((max_norm, norm_type))
+        return self._clip.measure(norm_type) / self._num_addends(max(1, window.num_pending + has_begun))
 
     # -- what a loop asks
 
@@ -356,18 +383,23 @@ class FusedMainGradOptimizer(StatefulOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler asks this at each step. False: it unscales `.grad`, and calls step() unless it found an inf.
+        # False: a scaler unscales `.grad`, and calls step() unless it found an inf. For anybody else that is all.
+        scaler = asking_scaler()
+        if scaler is not None:
+            self._before_scaled_step(scaler)
+        return False
+
+    def _before_scaled_step(self, scaler: GradScaler) -> None:
         if self._window.is_merging:
             raise RuntimeError(
                 f"GradScaler does not go with gradient_accumulation_steps={self._window.num_micro_batches}: it would "
                 "unscale the partial sum at every micro-batch. Use gradient_accumulation_steps=1, divide the loss by "
                 "k, and call scaler.step() and zero_grad() every k-th micro-batch"
             )
-        if self._buffers.sharding.is_sharded and self._scalers.check_step():
+        if self._buffers.sharding.is_sharded and self._scalers.check_step(scaler):
             unscaling = self._scalers.unscaling(self._clip.found_inf, is_step=True)
-            with torch.no_grad(), unscaling, self._reduction.meeting(Kind.CLIP):
+            with torch.no_grad(), unscaling, self._reduction.meeting(Kind.CLIP, self._window.num_pending):
                 self._prepare()
-        return False
 
     def memory_report(self) -> dict[str, float]:
         """Return bytes as allocated, by kind, and ``bytes_per_param``.

@@ -27,21 +27,42 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 
 from fusedopt import dtensor
 from fusedopt.backward import BackwardWatch
-from fusedopt.ballot import Ballot, Kind, Says
+from fusedopt.ballot import Ballot, Kind, Problem, Says
 from fusedopt.buckets import Bucket, Slot
 from fusedopt.buffers import Buffers
 from fusedopt.comm import DataParallelGroup, in_words
 from fusedopt.pipelines import StageEdits
 from fusedopt.transport import Parcel, Transport
+from fusedopt.window import WindowLost
 
 MAX_IN_FLIGHT = 2
 """Buckets launched from hooks at once: what overlap may cost in memory."""
+
+
+@dataclass
+class Meeting:
+    """One meeting of all ranks in a clip or step.
+
+    Args:
+        kind: where this rank is; in a clip or step it goes on until all ranks are there.
+        count: of micro-batches; ranks that clip or step have to agree on it.
+        problem: why this rank cannot go on; then the others raise, the caller does, and no gradient is changed.
+        weight: what the problem costs.
+        note: set in its body: something that this rank has to tell. After it: whether any rank had.
+    """
+
+    kind: Kind
+    count: int = 0
+    problem: str | None = None
+    weight: Problem = Problem.NONE
+    note: bool = False
 
 
 class Reduction:
@@ -194,7 +215,7 @@ class Reduction:
                 entry.slot.expected_fires = entry.slot.num_fires
         self.note_versions()
         if self._shard == "gradients" or (self._shard == "none" and not self._is_merging and not self._is_paused):
-            self.sync(Kind.BACKWARD)
+            self.sync(Meeting(Kind.BACKWARD))
 
     # -- launching
 
@@ -251,14 +272,16 @@ class Reduction:
     # -- meeting
 
     @contextlib.contextmanager
-    def meeting(self, kind: Kind) -> Iterator[None]:
+    def meeting(self, kind: Kind, count: int = 0) -> Iterator[Meeting]:
         """Run the body, then `sync`; what the body raises on one rank, all raise."""
+        meeting = Meeting(kind, count)
         try:
-            yield
+            yield meeting
         except Exception as error:
-            self.sync(kind, in_words(error))
+            meeting.problem, meeting.weight = in_words(error), _weight_of(error)
+            self.sync(meeting)
             raise
-        self.sync(kind)
+        self.sync(meeting)
         shares = self._buffers.shares()
         if shares:
             self._comm.sum_shares_([(e.grad_part, dtensor.share_groups(e.param)) for e in shares])
@@ -266,25 +289,24 @@ class Reduction:
                 entry.slot.end_share(entry.param)
             self.note_versions()
 
-    def sync(self, kind: Kind, problem: str | None = None) -> None:
+    def sync(self, meeting: Meeting) -> None:
         """Meet all ranks; see the top of this file. Does nothing for one rank.
-
-        Args:
-            kind: where this rank is. In a clip or step it goes on until all ranks are there.
-            problem: why this rank cannot go on; then the others raise, the caller does, and no gradient is changed.
 
         Raises:
             RuntimeError: if another rank has a problem; on all ranks, if gradients were cleared on some ranks only, or
                 ranks call different methods. In these two cases the window is lost, and gradients are cleared.
         """
+        kind = meeting.kind
         if self._comm.world_size == 1:
             return
         if kind is not Kind.BACKWARD:
             self._mind_failure()
         while True:
-            said = self._exchange(kind, problem)
-            if said.has_problem:
-                self._comm.raise_others(problem)
+            said = self._exchange(meeting)
+            if said.problem is not Problem.NONE:
+                if said.problem is Problem.LOSES_WINDOW:
+                    self._on_lost()
+                self._comm.raise_others(meeting.problem)
                 return
             if not said.agrees_on_numbers:
                 self._parcels.clear()
@@ -299,12 +321,18 @@ class Reduction:
             self._learn_order(said)
             self.note_versions()
             if kind is Kind.BACKWARD or said.all_are(kind):
+                meeting.note = said.note
                 return
 
-    def _exchange(self, kind: Kind, problem: str | None) -> Says:
+    def _exchange(self, meeting: Meeting) -> Says:
         waiting = {bucket.index for bucket in self._not_launched()}
         message = self._ballot.fill(
-            kind, has_started=self._num_launched > 0, waiting=waiting, has_problem=problem is not None
+            meeting.kind,
+            meeting.count,
+            has_started=self._num_launched > 0,
+            waiting=waiting,
+            problem=meeting.weight,
+            note=meeting.note,
         )
         return self._ballot.read(self._comm.exchange(message))
 
@@ -382,7 +410,7 @@ class Reduction:
 
     def _settle_launched(self) -> None:
         if self._num_launched:
-            self.sync(Kind.BACKWARD)
+            self.sync(Meeting(Kind.BACKWARD))
 
     def note_versions(self) -> None:
         """Note that gradients were last written by a backward, or by fusedopt."""
@@ -390,7 +418,19 @@ class Reduction:
             bucket.note_version()
 
     def edited_outside(self) -> list[Bucket]:
-        """Return the buckets whose main_grads something other than a backward or fusedopt wrote into."""
+        """Return the buckets that something other than a backward or fusedopt wrote into, and should not have.
+
+        Under a shard what it found there was a share, and all zero where the content is under way; which it is at times
+        without one, too. Zeros in a share are harmless: ``model.zero_grad(set_to_none=False)``.
+        """
         if self._watch.has_failed or self._comm.world_size == 1:
             return []
-        return [bucket for bucket in self._buffers.buckets if bucket.was_written()]
+        away = set(self._launch_order()[: self._num_launched])
+        written = [bucket for bucket in self._buffers.buckets if bucket.was_written()]
+        if not self._buffers.sharding.is_sharded:
+            return [bucket for bucket in written if bucket.index in away]
+        return [b for b in written if b.index in away or (b.grad is not None and bool(b.grad.any()))]
+
+
+def _weight_of(problem: Exception) -> Problem:
+    return Problem.LOSES_WINDOW if isinstance(problem, WindowLost) else Problem.CAN_BE_MENDED

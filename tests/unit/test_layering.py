@@ -39,7 +39,7 @@ INTEGRATIONS = (
 WIRED_BY_THE_OPTIMIZER = (
     *("config", "layout", "comm", "dtensor", "checks", "backends", "buckets", "buffers", "ballot", "arrival", "window"),
     *("compiling", "reduction", "gather", "amp", "clip", "inner", "adoption", "probe", "replicas", "update", "state"),
-    *("stateful", "state_view", "listing", "holders"),
+    *("stateful", "state_view", "listing", "holders", "stock_clip"),
 )
 INTEGRATION_IMPORTS = ("optimizer", "convert", "recompute", "config", "replicas")
 
@@ -74,14 +74,17 @@ TABLE = {
     "arrival": Row(5, ("dtensor", "buckets", "buffers", "checks", "main_grad"), ("torch",)),
     "compiling": Row(5, ("buffers",), ("torch",)),
     "window": Row(5, ("buffers",), ("torch",)),
+    "stock_clip": Row(5, ("buffers",), ("torch",)),
     "ballot": Row(5, ("buckets", "buffers"), ("torch",)),
     "transport": Row(5, ("buckets", "buffers", "comm"), ("torch",)),
     "pipelines": Row(5, ("buffers", "backends.torch_ops")),
     "reduction": Row(
-        6, ("dtensor", "backward", "ballot", "buckets", "buffers", "comm", "pipelines", "transport"), ("torch",)
+        6,
+        ("dtensor", "backward", "ballot", "buckets", "buffers", "comm", "pipelines", "transport", "window"),
+        ("torch",),
     ),
     "gather": Row(5, ("buckets", "buffers", "comm"), ("torch",)),
-    "amp": Row(5, ("buckets", "buffers"), ("torch",)),
+    "amp": Row(6, ("buckets", "buffers", "window"), ("torch",)),
     "clip": Row(5, ("buffers", "comm", "backends", "backends.torch_ops"), ("torch",)),
     "parts": Row(4, ("dtensor", "layout", "pieces"), ("torch",)),
     "scratch": Row(2, ("main_grad",), ("torch", "numpy")),
@@ -92,7 +95,9 @@ TABLE = {
     "inner": Row(5, ("dtensor", "buffers", "guard", "listing", "parts", "scratch"), ("torch",)),
     "membership": Row(6, ("checks", "inner", "listing"), ("torch",)),
     "linear": Row(5, ("main_grad", "autograd", "backends"), ("torch",)),
-    "adoption": Row(7, ("checks", "buffers", "arrival", "gather", "inner", "listing", "membership"), ("torch",)),
+    "adoption": Row(
+        7, ("checks", "buffers", "arrival", "gather", "inner", "listing", "membership", "stock_clip"), ("torch",)
+    ),
     "probe": Row(6, ("dtensor", "inner", "scratch"), ("torch", "numpy")),
     "fused_step": Row(5, ("backends", "backends.offers", "buffers", "guard"), ("torch",)),
     "state_view": Row(6, ("inner", "pieces"), ("torch",)),
