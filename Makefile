@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-floor bench docs lint
+.PHONY: demo test test-floor zoo bench docs lint
 
 $(VENV)/.installed: requirements-dev.txt setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +21,10 @@ test: $(VENV)/.installed
 # The integrations on the oldest supported transformers, accelerate and PEFT, in .venv-floor.
 test-floor:
 	PYTHON=$(PYTHON) .ci/floor
+
+# What the probe says of every optimizer class of two large collections, held against real cuts; minutes.
+zoo: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/ecosystem/zoo_probe.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.run

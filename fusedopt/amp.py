@@ -13,7 +13,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.amp.grad_scaler import OptState
 
 from fusedopt.buckets import Bucket
 from fusedopt.buffers import Buffers
+from fusedopt.window import WindowLost
 
 _SHARDED_MODULE = "torch.distributed.fsdp.sharded_grad_scaler"
 _MARK = "unscaled by fusedopt"
@@ -56,27 +57,22 @@ class Scalers:
                 return candidate  # type: ignore[no-any-return]
         return None
 
-    def explain(self, edited: list[Bucket]) -> None:
-        """Raise unless what was written into the main_grads of ``edited`` since the last backward is harmless.
+    def explain(self, edited: list[Bucket]) -> NoReturn:
+        """Raise, since something wrote into the main_grads of ``edited`` after the last backward.
 
-        Harmless are a `ShardedGradScaler.unscale_`, which is linear and the same on all ranks, and zeros.
+        What a `ShardedGradScaler` did to them was undone by then, see `unscaling`.
 
         Raises:
             RuntimeError: naming a parameter, and what to use instead.
         """
-        edited = [bucket for bucket in edited if bucket.grad is not None and bool(bucket.grad.any())]
-        if not edited:
-            return
-        scaler = self._find()
+        scaler = self._find() if self._buffers.sharding.is_sharded else None
         if scaler is not None:
             self.refuse_stock(scaler)
-            if scaler._per_optimizer_states[self._key]["stage"] is not OptState.READY:
-                return
         name = edited[0].entries[0].slot.name
-        raise RuntimeError(
-            f"the gradients in the bucket of parameter {name} were edited between backward and step. Under a shard "
-            "they are this rank's share, and an edit such as torch.nn.utils.clip_grad_norm_ is wrong in silence: "
-            f"{_REMEDY}"
+        raise WindowLost(
+            f"the gradients in the bucket of parameter {name} were edited between backward and step. They are this "
+            "rank's share, or under way between ranks, and an edit such as torch.nn.utils.clip_grad_norm_ is wrong in "
+            f"silence: {_REMEDY}. This window is spoilt: call optimizer.zero_grad() and go on with the next"
         )
 
     def refuse_stock(self, scaler: GradScaler) -> None:
@@ -91,11 +87,9 @@ class Scalers:
                 f"different gradients; {_REMEDY}"
             )
 
-    def check_step(self) -> bool:
-        """Called where a scaler is about to step; see `refuse_stock`. Returns whether gradients are to be unscaled."""
-        scaler = self._find()
-        if scaler is None:
-            return False
+    def check_step(self, scaler: GradScaler) -> bool:
+        """Return whether gradients are to be unscaled, where ``scaler`` is about to step; see `refuse_stock`."""
+        self._found = weakref.ref(scaler)
         self.refuse_stock(scaler)
         return _MARK not in scaler._per_optimizer_states[self._key]
 
@@ -129,13 +123,18 @@ class Scalers:
         state[_MARK] = True  # until scaler.update(), which makes a new one
         has_inf = found_inf()
         self._buffers.scale_grads_(inverse)
+        for bucket in self._buffers.buckets:
+            bucket.note_version()
         state["stage"] = OptState.UNSCALED
         state["found_inf_per_device"] = {scale.device: torch.full_like(scale, float(has_inf))}
 
     def _scale_hanging_(self, factor: Tensor) -> None:
+        untouched = [bucket for bucket in self._buffers.buckets if not bucket.was_written()]
         for entry in self._buffers.entries:
             if entry.param.grad is not None:
                 entry.param.grad.mul_(factor)  # exact where the scale is a power of two, as by default
+        for bucket in untouched:  # whatever else wrote into one stays an edit from outside
+            bucket.note_version()
 
     def _unscaler(self, *, is_step: bool) -> GradScaler | None:
         """Return the scaler whose work is to be done, if there is one: the same on all ranks."""
@@ -148,3 +147,14 @@ class Scalers:
         state = scaler._per_optimizer_states[self._key]
         is_due = _MARK not in state and (is_step or state["stage"] is OptState.UNSCALED)
         return scaler if is_due else None
+
+
+def asking_scaler() -> GradScaler | None:
+    """Return the loss scaler in whose ``step`` the property that calls this is being read; None for anybody else.
+
+    A scaler's only word before it unscales and steps is to read ``_step_supports_amp_scaling``, and so may ``hasattr``,
+    ``inspect.getmembers``, a debugger, or a library that wants to know. What differs is who asks.
+    """
+    frame = sys._getframe(2)
+    asker = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+    return asker if isinstance(asker, GradScaler) else None

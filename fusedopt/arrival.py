@@ -40,6 +40,7 @@ class Door:
     def __init__(self, listener: Listener | None) -> None:
         self._listener = weakref.WeakMethod(listener) if listener is not None else None
         self._has_searched = False
+        self.num_arrivals = 0
 
     def refuse_ddp(self, param: Tensor) -> None:
         """Raise if a live DDP module, made after wrapping, holds ``param``; looks once, at the first arrival."""
@@ -49,6 +50,7 @@ class Door:
 
     def tell(self, slot: Slot) -> None:
         """Tell the listener that a backward is done with the parameter of ``slot``."""
+        self.num_arrivals += 1
         listener = self._listener() if self._listener is not None else None
         if listener is not None:
             listener(slot)
@@ -139,6 +141,11 @@ class Arrival:
         self._buffers = buffers
         self._door = Door(listener)
         self._handles: dict[int, RemovableHandle] = {}
+
+    @property
+    def num_arrivals(self) -> int:
+        """How many gradients arrived so far, over all parameters and backwards."""
+        return self._door.num_arrivals
 
     def watch(self, entries: Sequence[Entry]) -> None:
         """Fold every gradient that arrives for ``entries`` from now on."""

@@ -11,6 +11,7 @@ Knows nothing of collectives.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -19,13 +20,45 @@ from fusedopt.buffers import Buffers, Entry
 from fusedopt.channel import Kind
 
 _NUMBER_BYTES = 4  # of each number, followed by its inverse: all agree where the two have no bit in common
-_HEAD_BYTES = 2 + 2 * 2 * _NUMBER_BYTES
+_NUMBERS_AT = 3  # bytes
+_HEAD_BYTES = _NUMBERS_AT + 3 * 2 * _NUMBER_BYTES
+
+
+class Problem(enum.IntFlag):
+    """Whether a rank cannot go on."""
+
+    NONE = 0
+    CAN_BE_MENDED = 1
+    LOSES_WINDOW = 2
+
+
+_HAS_STARTED, _NOTE = (1 << bit for bit in range(2))
 
 _HAS, _SENT_KEPT, _SENT_CLEARED, _GIVEN_KEPT, _GIVEN_CLEARED, _IS_SHARE = (1 << bit for bit in range(6))
 """One byte per parameter."""
 
 _IS_DIRTY, _STAYS, _IS_SETTLED = (1 << bit for bit in range(3))
 """One byte per bucket. Stays: it was not launched, and has a gradient."""
+
+
+@dataclass
+class Meeting:
+    """One meeting of all ranks in a clip or step.
+
+    Args:
+        kind: where this rank is; in a clip or step it goes on until all ranks are there.
+        count: of micro-batches; ranks that clip or step have to agree on it.
+        problem: why this rank cannot go on; then the others raise, the caller does, and no gradient is changed.
+        weight: what the problem costs.
+        note: set while `Reduction.meeting` runs its body: something that this rank has to tell.
+            After it: whether any rank had.
+    """
+
+    kind: Kind
+    count: int = 0
+    problem: str | None = None
+    weight: Problem = Problem.NONE
+    note: bool = False
 
 
 class Ballot:
@@ -79,16 +112,17 @@ class Ballot:
         self._votes_on_given.clear()
         self._given = {entry.number: self._mark(entry) for entry in entries}
 
-    def fill(self, kind: Kind, *, has_started: bool, waiting: Collection[int]) -> bytes:
+    def fill(self, meeting: Meeting, *, has_started: bool, waiting: Collection[int]) -> bytes:
         """Return what this rank says.
 
         Args:
-            kind: where it is.
+            meeting: where it is, and what it brings.
             has_started: whether it launched a bucket in this round.
             waiting: indices of those that it did not.
         """
-        head = [1 << kind, int(has_started)]
-        for number in (len(self._buffers.entries), len(self._buffers.buckets)):
+        flags = (_HAS_STARTED if has_started else 0) | (_NOTE if meeting.note else 0)
+        head = [1 << meeting.kind, flags, meeting.weight]
+        for number in (len(self._buffers.entries), len(self._buffers.buckets), meeting.count):
             low = number.to_bytes(_NUMBER_BYTES, "little")
             head += [*low, *(255 - byte for byte in low)]
         body = [self._bits(entry) for entry in self._buffers.entries]
@@ -111,14 +145,29 @@ class Ballot:
 
     def read(self, said: bytes) -> Says:
         """Return what all ranks together say."""
-        numbers = [said[start : start + 2 * _NUMBER_BYTES] for start in range(2, _HEAD_BYTES, 2 * _NUMBER_BYTES)]
-        agrees = not any(number[i] & number[i + _NUMBER_BYTES] for number in numbers for i in range(_NUMBER_BYTES))
+        ends = range(_NUMBERS_AT, _HEAD_BYTES, 2 * _NUMBER_BYTES)
+        params, buckets, count = (_is_one(said[start : start + 2 * _NUMBER_BYTES]) for start in ends)
         num = len(self._buffers.entries)
-        params, buckets = said[_HEAD_BYTES : _HEAD_BYTES + num], said[_HEAD_BYTES + num :]
-        has_started = bool(said[1])
+        has_started, note = bool(said[1] & _HAS_STARTED), bool(said[1] & _NOTE)
         # The mean of before hangs on every rank. Where some sent it with the round, it has to move on all.
         dirty = _IS_DIRTY | (_STAYS if has_started and self._buffers.sharding.shard == "none" else 0)
-        return Says(said[0], has_started, agrees, params, buckets, dirty, self._buffers)
+        return Says(
+            said[0],
+            has_started,
+            note,
+            Problem(said[2]),
+            params and buckets,
+            count,
+            said[_HEAD_BYTES : _HEAD_BYTES + num],
+            said[_HEAD_BYTES + num :],
+            dirty,
+            self._buffers,
+        )
+
+
+def _is_one(number: bytes) -> bool:
+    """Return whether all ranks said the same number."""
+    return not any(number[i] & number[i + _NUMBER_BYTES] for i in range(_NUMBER_BYTES))
 
 
 def _bucket_bits(bucket: Bucket, *, is_waiting: bool) -> int:
@@ -134,7 +183,10 @@ class Says:
 
     kinds: int
     has_started: bool
+    note: bool
+    problem: Problem
     agrees_on_numbers: bool
+    agrees_on_count: bool
     params: bytes
     buckets: bytes
     dirty: int
@@ -170,6 +222,11 @@ class Says:
             return "ranks have different numbers of trainable parameters: freeze and unfreeze on all of them alike"
         if self.kinds & 1 << Kind.CLIP and self.kinds & 1 << Kind.STEP:
             return "some ranks call optimizer.clip_grad_norm_() where others call optimizer.step()"
+        if not self.agrees_on_count and (self.all_are(Kind.CLIP) or self.all_are(Kind.STEP)):
+            return (
+                "ranks are at different micro-batches of a window, by a flush() with more pending on some, or by a "
+                "step() left out: all have to call step() equally often before they clip, step or flush together"
+            )
         for contradiction in (_SENT_KEPT | _SENT_CLEARED, _GIVEN_KEPT | _GIVEN_CLEARED):
             names = [e.slot.name for e in self.buffers.entries if contradiction & ~self.params[e.number] == 0]
             if names:

@@ -114,10 +114,6 @@ class Bucket:
         """Note that main_grads were last written by a backward, or by fusedopt; see `was_written`."""
         self._seen_version = self.grad._version if self.grad is not None else 0
 
-    def note_edit(self) -> None:
-        """Note that somebody else wrote main_grads since; see `was_written`."""
-        self._seen_version = -1
-
     def was_written(self) -> bool:
         """Return whether a main_grad was written in place since `note_version`; views share one version."""
         return self.grad is not None and self.grad._version != self._seen_version
@@ -139,6 +135,12 @@ class Bucket:
             for entry in self.entries:
                 entry.slot.forget(entry.param)
         return grad
+
+    def release(self) -> None:
+        """Let go of all memory at once, whoever still holds the bucket; it and its entries hold each other."""
+        self.entries.clear()
+        self.grad = self.main = self.model = None
+        self.grad_part = self.zeros(0)
 
     def nbytes(self) -> dict[str, int]:
         """Return bytes by kind, as allocated."""
@@ -246,6 +248,10 @@ class Slot:
         bucket = self._bucket()
         return bucket is None or not bucket.is_lending or bucket.is_fresh or self.is_share
 
+    def release(self) -> None:
+        """Let go of main_grad, which the parameter was rid of."""
+        self.main_grad = self.local_grad = None
+
     def forget(self, param: Tensor) -> None:
         """Give a lent main_grad back: ``.grad`` and ``main_grad`` become None."""
         if self.main_grad is not None:
@@ -279,20 +285,20 @@ class Slot:
         if param.shape != self._whole_shape:
             raise RuntimeError(
                 f"parameter {self.name} has shape {tuple(param.shape)} but had {tuple(self._whole_shape)} when it was "
-                "wrapped; its buffers do not fit. Resize first (resize_token_embeddings, for one), then make a "
-                "new inner optimizer and wrap that"
+                "wrapped; its buffers do not fit. Call unwrap(), resize (resize_token_embeddings, for one), make a "
+                "new inner optimizer from the resized model, and wrap that"
             )
         if param.dtype is not self.dtype or param.device != self.device:
             raise RuntimeError(
                 f"parameter {self.name} is {param.dtype} on {param.device} but was {self.dtype} on {self.device} "
                 "when it was wrapped: model.half(), .bfloat16(), .float() or .to() ran after wrapping. "
-                "Cast and move the model first, wrap the optimizer after"
+                "Call unwrap(); cast and move the model first, make and wrap the optimizer after"
             )
         if self.main_grad is not None and dtensor.local_of(self.main_grad).data_ptr() != self.address:
             raise RuntimeError(
                 f"the main_grad of parameter {self.name} has left its bucket (it is {self.main_grad.dtype} on "
                 f"{self.main_grad.device} now): model.half(), .bfloat16() or .to() carried it away after wrapping. "
-                "Cast and move the model first, wrap the optimizer after"
+                "Call unwrap(); cast and move the model first, make and wrap the optimizer after"
             )
         found = "missing" if getattr(param, "main_grad", None) is None else "another tensor"
         raise RuntimeError(

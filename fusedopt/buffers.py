@@ -52,6 +52,7 @@ class Entry:
         "_grad_dtype_before",
         "bucket",
         "grad_part",
+        "is_loaded",
         "main_param",
         "main_version",
         "model_part",
@@ -75,7 +76,8 @@ class Entry:
             owned = span
         self.part = Span(owned.start - span.start, owned.end - span.start) if owned is not None else None
         self._grad_dtype_before = param.grad_dtype
-        self.seen_version: int | None = None
+        self.seen_version = -1
+        self.is_loaded = False
         self.main_param: nn.Parameter | None = None
         self.grad_part: Tensor | None = None
         self.model_part = dtensor.local_of(param)
@@ -139,6 +141,8 @@ class Entry:
             with torch.no_grad():
                 dtensor.copy_local_(main_grad, grad)
             param.grad = main_grad
+            self.bucket.is_dirty = True  # each rank had its own
+            self.bucket.note_version()
 
     @property
     def is_rounded(self) -> bool:
@@ -158,11 +162,13 @@ class Entry:
         self.forget_agreement()
 
     def forget_agreement(self) -> None:
-        """Compare with the model parameter at the next `Buffers.take_over`."""
-        self.seen_version = None
+        """Note that main_param was loaded: the next `Buffers.take_over` compares it with the model parameter."""
+        self.seen_version = self.param._version
+        self.is_loaded = True
 
     def mark_synced(self) -> None:
         """Note that model parameter and main_param agree as they stand."""
+        self.is_loaded = False
         self.seen_version = self.param._version
         local = dtensor.local_of(self.param)
         self.seen_address = local.data_ptr()
@@ -171,16 +177,22 @@ class Entry:
         self.main_version = self.main_param._version if self.main_param is not None else 0
 
     def detach(self) -> None:
-        """Remove what wrapping attached; a gradient is kept, rounded to the parameter's own gradient dtype."""
+        """Remove what wrapping attached; a gradient is kept, rounded to the parameter's own gradient dtype.
+
+        Nothing holds flat memory afterwards, so that it is freed whoever still holds the entry (a traceback, for one).
+        """
         param, grad = self.param, self.param.grad
         param.grad = None
         for attribute in OUR_ATTRIBUTES:
             vars(param).pop(attribute, None)
         param.grad_dtype = param.dtype if self._grad_dtype_before is self.slot.dtype else self._grad_dtype_before
-        if grad is not None and grad.shape == param.shape:
+        if grad is not None and grad.shape == param.shape and self.bucket.model is None:  # under a shard it is a share
             param.grad = grad.detach().to(param.grad_dtype or param.dtype, copy=True)
         if self.bucket.model is not None:  # its flat memory would live as long as any parameter of the bucket
             dtensor.rebind(param, dtensor.local_of(param.data).clone(memory_format=torch.preserve_format))
+        self.slot.release()
+        self.main_param = self.grad_part = None
+        self.model_part = dtensor.local_of(param)
 
     def was_moved(self) -> bool:
         """Return whether ``p.data`` was rebound since the last `mark_synced`."""
@@ -247,10 +259,31 @@ class Buffers:
         self.entries.extend(added)
         return added
 
+    def drop(self, entries: Sequence[Entry]) -> None:
+        """Give these parameters back, see `release`; in a bucket that others are in, their elements stay, as zeros.
+
+        Entries and buckets are numbered anew, so nothing may be under way.
+        """
+        for entry in entries:
+            grads = [grad for grad in (entry.grad_part, entry.slot.local_grad) if grad is not None]
+            entry.detach()
+            entry.bucket.entries.remove(entry)
+            torch_ops.zero_(grads)
+        self.buckets[:] = [bucket for bucket in self.buckets if bucket.entries]
+        for index, bucket in enumerate(self.buckets):
+            bucket.index = index
+            bucket.note_version()
+        kept = [entry for bucket in self.buckets for entry in bucket.entries]
+        self.entries[:] = sorted(kept, key=lambda entry: entry.number)
+        for number, entry in enumerate(self.entries):
+            entry.number, entry.slot.index = number, entry.bucket.index
+
     def release(self) -> None:
         """Give every parameter back as torch made it, with its gradient in its own dtype."""
-        for entry in self.entries:
-            entry.detach()
+        for bucket in self.buckets:
+            for entry in bucket.entries:  # also of one that was being filled when memory ran out
+                entry.detach()
+            bucket.release()
         self.entries.clear()
         self.buckets.clear()
 
@@ -298,14 +331,16 @@ class Buffers:
         )
 
     @torch.no_grad()
-    def take_over(self, *, everything: bool = False) -> None:
+    def take_over(self, *, everything: bool = False, loaded: bool = True) -> None:
         """Let edits of model parameters from outside reach their main_params.
 
         Args:
             everything: compare all elements of all parameters, also where torch saw no edit.
+            loaded: compare also where main_param was loaded. False leaves those whose model parameter was not edited
+                since: it may be loaded later than the optimizer.
         """
         for entry in self.entries:
-            if not (everything or entry.was_edited_outside()):
+            if not (everything or entry.was_edited_outside() or (loaded and entry.is_loaded)):
                 continue
             if entry.bucket.model is not None and entry.was_moved():
                 entry.move_into(entry.bucket.model)

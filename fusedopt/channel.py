@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,9 @@ class Member(Protocol):
     def say(self, kind: Kind) -> bytes:
         """Return what this rank says about it, as long as on all ranks that have the same parameters."""
 
+    def refuse(self, said: bytes) -> None:
+        """Note what was said where some rank cannot go on: nothing is done."""
+
     def serve(self, kind: Kind, said: bytes) -> bool:
         """Do what all ranks together said; return whether all of them are where this one is."""
 
@@ -97,7 +100,7 @@ class _Errand:
     text: str
     comers: Sequence[Member]  # none in `Channel.agree`
     kind: Kind
-    problem: Exception | None
+    problem: str | None
     tally: Tally
 
     @property
@@ -120,6 +123,7 @@ class _Presence:
     addresses: tuple[Address, ...]
     live: dict[Address, bool]  # all that it could serve, and whether their backward is running
     problem: str | None
+    said: bytes  # about its wrapper, if it has a problem
 
 
 @dataclass(frozen=True)
@@ -214,27 +218,24 @@ class Channel:
                 "take part in each other's reductions. Train them from one thread"
             )
 
-    def meet(self, comers: Sequence[Member], kind: Kind, problem: Exception | None = None) -> None:
+    def meet(self, comers: Sequence[Member], kind: Kind, problem: str | None = None) -> None:
         """Meet all ranks; see the top of this file.
 
         Args:
             comers: whom this rank came for: several at the end of a backward, else one.
             kind: where it is.
-            problem: why it cannot go on; then all raise, and nobody is served.
+            problem: why it cannot go on, in words; then nobody is served, the others raise, and the caller does.
 
         Raises:
-            RuntimeError: on all ranks: if one has a problem; if ranks call methods that wait for all of them (step) of
-                different optimizers; if one rank wants an optimizer that another one does not have.
+            RuntimeError: if another rank has a problem; on all ranks: if they call methods of different optimizers that
+                wait for all ranks (step); if one rank wants an optimizer that another one does not have.
         """
         comers = sorted(comers, key=lambda member: (member.address, member.serial))
         titles = " and ".join(member.title for member in comers)
         self._run(_Errand(f"{_PLACES[kind]} {titles}", comers, kind, problem, comers[0].tally))
 
-    def agree(self, topic: str, problem: Exception | None, tally: Tally) -> None:
-        """Meet all ranks in ``topic``, the same on all; raise on all if one has a problem.
-
-        Its own is raised on that rank, a RuntimeError that quotes it elsewhere.
-        """
+    def agree(self, topic: str, problem: str | None, tally: Tally) -> None:
+        """Meet all ranks in ``topic``, the same on all; raise if another one has a problem: its caller raises that."""
         self._run(_Errand(topic, [], Kind.BACKWARD, problem, tally))
 
     def _run(self, errand: _Errand) -> None:
@@ -251,12 +252,15 @@ class Channel:
         body = comers[0].say(errand.kind) if comers else b""
         heard = self._exchange(errand.key, body, errand.tally, has_problem=errand.problem is not None)
         if heard is None:
-            for member in self._arrange(errand):
+            for member in self._arrange(errand, body):
                 self._serve(member, errand)
-            return errand.stays_for is None
+            return errand.stays_for is None or errand.problem is not None
         if heard.has_problem:
+            for member in comers:
+                member.refuse(heard.body)
             errand.tally.add("control")
-            self._raise_together(errand.problem, self.objects(_quote(errand.problem)))
+            self._raise_others(errand, self.objects(errand.problem))
+            return True
         if not comers:
             return True
         _open(comers)
@@ -272,15 +276,21 @@ class Channel:
             raise RuntimeError(f"ranks {self.ranks} lost each other in {errand.text}, at {member.title}; start anew")
         member.serve(kind, heard.body)
 
-    def _arrange(self, errand: _Errand) -> list[Member]:
+    def _arrange(self, errand: _Errand, said: bytes) -> list[Member]:
         """Return whom all ranks serve now, in order, as they did not come for the same; if they cannot, all raise."""
         members = {member.address: member for member in self._members.values()}  # none of them goes meanwhile
         live = {address: member.is_running for address, member in members.items()}
         wanted = tuple(member.address for member in errand.comers)
         errand.tally.add("control")
-        found = self.objects(_Presence(errand.text, errand.stays_for, wanted, live, _quote(errand.problem)))
+        said = said if errand.problem is not None else b""
+        found = self.objects(_Presence(errand.text, errand.stays_for, wanted, live, errand.problem, said))
         if any(presence.problem is not None for presence in found):
-            self._raise_together(errand.problem, [presence.problem for presence in found])
+            for presence in found:
+                for address in presence.addresses if presence.problem is not None else ():
+                    if address in members:
+                        members[address].refuse(presence.said)
+            self._raise_others(errand, [presence.problem for presence in found])
+            return []
         by_rank = dict(zip(self.ranks, found, strict=True))
         refusal = _refusal(by_rank)
         if refusal is not None:
@@ -291,11 +301,10 @@ class Channel:
         numbered = {address for presence in found for address in presence.addresses if address[0] == NUMBERED}
         return [members[address] for address in sorted(numbered | {member.address for member in errand.comers})]
 
-    def _raise_together(self, problem: Exception | None, quoted: Sequence[str | None]) -> NoReturn:
-        if problem is not None:
-            raise problem
-        rank, text = next((rank, text) for rank, text in zip(self.ranks, quoted, strict=True) if text is not None)
-        raise RuntimeError(f"rank {rank} refused, so all ranks do: {text}")
+    def _raise_others(self, errand: _Errand, problems: Sequence[str | None]) -> None:
+        if errand.problem is None:
+            found = ((rank, text) for rank, text in zip(self.ranks, problems, strict=True) if text is not None)
+            raise RuntimeError("rank {} refused, so all ranks do: {}".format(*next(found)))
 
     # -- messages
 
@@ -349,14 +358,15 @@ def meet_all(comers: Sequence[tuple[Channel, Member]]) -> None:
     by_channel: dict[Channel, list[Member]] = {}
     for channel, member in comers:
         by_channel.setdefault(channel, []).append(member)
-    problem: Exception | None = None
-    for channel in sorted(by_channel, key=lambda channel: (len(channel.ranks), channel.ranks)):
+    _meet_each(sorted(by_channel.items(), key=lambda item: (len(item[0].ranks), item[0].ranks)))
+
+
+def _meet_each(turns: Sequence[tuple[Channel, Sequence[Member]]]) -> None:
+    for channel, comers in turns[:1]:
         try:
-            channel.meet(by_channel[channel], Kind.BACKWARD)
-        except Exception as error:  # ranks of the others must not wait for this one
-            problem = problem or error
-    if problem is not None:
-        raise problem
+            channel.meet(comers, Kind.BACKWARD)
+        finally:  # ranks of the others must not wait for this one, whatever it raised
+            _meet_each(turns[1:])
 
 
 def name_of(address: Address) -> str:
@@ -396,10 +406,6 @@ def _refusal(found: Mapping[int, _Presence]) -> str | None:
             "it is running, in another thread or around a hook: train from one thread"
         )
     return None
-
-
-def _quote(problem: Exception | None) -> str | None:
-    return None if problem is None else f"{type(problem).__name__}: {problem}"
 
 
 def _twice(number: bytes) -> bytes:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedopt import dtensor
+from fusedopt import dtensor, holders
 from fusedopt.config import MainGradConfig
 
 MAIN_DTYPES = {
@@ -83,18 +83,36 @@ def refuse_unsupported(config: MainGradConfig, *, requires_closure: bool, is_sha
         )
 
 
-def check_all_parameters(optimizers: Sequence[Optimizer]) -> None:
+def check_all_parameters(optimizers: Sequence[Optimizer], *, rewrap: bool = False) -> list[Any]:
     """Refuse optimizers whose parameters cannot be wrapped; see `check_parameters`.
+
+    Args:
+        optimizers: bare ones.
+        rewrap: parameters may be held by live wrappers.
+
+    Returns:
+        These wrappers.
 
     Raises:
         ValueError: also if no parameter requires a gradient.
-        RuntimeError: also if a live DistributedDataParallel holds one.
+        RuntimeError: also if a live wrapper is around one of ``optimizers``, or a live DistributedDataParallel holds a
+            parameter.
     """
     named = all_named(optimizers)
     if any(hasattr(param, "main_grad") for _, param in named):
         gc.collect()  # a wrapper that was dropped, but sits in a reference cycle, lets go of them now
         named = all_named(optimizers)
-    check_parameters(named)
+    for opt in optimizers:
+        if holders.find(opt) is not None:
+            raise RuntimeError(
+                f"this {type(opt).__name__} is wrapped already: a FusedMainGradOptimizer that is still there holds it; "
+                f"parameter {_first_name(opt)} already has a main_grad. Use that one; or call unwrap() on it first, "
+                "which gives this optimizer back with its state in the parameters' dtype. rewrap=True takes parameters "
+                "over into a new inner optimizer only"
+            )
+    found = [holders.find(param) for _, param in named] if rewrap else []
+    wrappers = list({id(wrapper): wrapper for wrapper in found if wrapper is not None}.values())
+    check_parameters(named, free_of=wrappers)
     trainable = [param for _, param in named if param.requires_grad]
     if not trainable:
         raise ValueError(
@@ -102,6 +120,7 @@ def check_all_parameters(optimizers: Sequence[Optimizer]) -> None:
             "(requires_grad_(True)) or pass those that train"
         )
     refuse_ddp(trainable)
+    return wrappers
 
 
 def all_named(optimizers: Sequence[Optimizer]) -> list[tuple[str, nn.Parameter]]:
@@ -121,8 +140,16 @@ def default_name(group: int, index: int) -> str:
     return f"param_groups[{group}]['params'][{index}]"
 
 
-def check_parameters(named_params: Iterable[tuple[str, Tensor]]) -> None:
+def _first_name(optimizer: Optimizer) -> str:
+    return all_named([optimizer])[0][0]
+
+
+def check_parameters(named_params: Iterable[tuple[str, Tensor]], *, free_of: Sequence[Any] = ()) -> None:
     """Refuse parameters that cannot be wrapped, before anything is changed.
+
+    Args:
+        named_params: the parameters, with their names.
+        free_of: wrappers that will let go of theirs.
 
     Raises:
         TypeError: complex, sparse or non-floating dtype.
@@ -140,10 +167,10 @@ def check_parameters(named_params: Iterable[tuple[str, Tensor]]) -> None:
         if nn.parameter.is_lazy(param):
             raise ValueError(f"parameter {name} is uninitialised (a lazy module); run one forward first, then wrap")
         if param.requires_grad:
-            check_trainable(name, param)
+            check_trainable(name, param, free_of=free_of)
 
 
-def check_trainable(name: str, param: Tensor) -> None:
+def check_trainable(name: str, param: Tensor, *, free_of: Sequence[Any] = ()) -> None:
     """Refuse one trainable parameter that cannot have main_grad; see `check_parameters`."""
     if param.is_complex():
         raise TypeError(
@@ -173,11 +200,29 @@ def check_trainable(name: str, param: Tensor) -> None:
             "and make its layer deliver dense gradients before wrapping"
         )
     if hasattr(param, "main_grad"):
+        holder = holders.find(param)
+        if holder is None or all(holder is not wrapper for wrapper in free_of):
+            _refuse_held(name, param, holder)
+
+
+def _refuse_held(name: str, param: Tensor, holder: Any) -> NoReturn:
+    if holder is None:
         raise RuntimeError(
-            f"parameter {name} already has a main_grad: another FusedMainGradOptimizer (or Megatron's DDP) holds it, "
-            "or its inner optimizer. Call unwrap() on that optimizer, or drop the last reference to it, before "
-            "wrapping again"
+            f"parameter {name} already has a main_grad that no FusedMainGradOptimizer made: Megatron's DDP or another "
+            "library did. Only one can own it: give fusedopt the bare model, or `del param.main_grad` where nothing "
+            "uses it any more"
         )
+    if not any(param is given for group in holder.param_groups for given in group["params"]):
+        raise RuntimeError(
+            f"parameter {name} already has a main_grad: it is no parameter of the model but a main_param, which a "
+            "FusedMainGradOptimizer made for its inner optimizer. Make the new inner optimizer from "
+            "model.parameters(), not from the groups of that one"
+        )
+    raise RuntimeError(
+        f"parameter {name} already has a main_grad: a FusedMainGradOptimizer that is still there holds it. Call "
+        "unwrap() on that one, or drop the last reference to it, before wrapping again; or give the new one "
+        "rewrap=True, which unwraps it"
+    )
 
 
 def check_engines(named: Sequence[tuple[str, Tensor]], shard: str) -> bool:

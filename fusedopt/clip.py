@@ -8,8 +8,10 @@ Knows nothing of parameter groups or hyper-parameters.
 from __future__ import annotations
 
 import math
+import numbers
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +29,34 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (norm + EPSILON), max=1.0)
 
 
+def checked_norm(max_norm: Any, norm_type: Any) -> tuple[float, float]:
+    """Return what a clip was asked for, as numbers.
+
+    Raises:
+        TypeError: for what is no number.
+        ValueError: unless both are positive (``inf`` included); torch's ``"inf"`` is a norm type, too.
+    """
+    limit, order = _number("max_norm", max_norm), math.inf if norm_type == "inf" else _number("norm_type", norm_type)
+    if not limit > 0:
+        raise ValueError(
+            f"clip_grad_norm_: max_norm={max_norm} would turn, erase or spoil gradients; give a positive number, "
+            "math.inf to measure only, or do not call it where nothing is to be clipped"
+        )
+    if not order > 0:
+        raise ValueError(f"clip_grad_norm_: norm_type={norm_type} is not a norm; use a positive number or math.inf")
+    return limit, order
+
+
+def _number(name: str, value: Any) -> float:
+    is_scalar = isinstance(value, Tensor) and value.numel() == 1 and value.dtype is not torch.bool
+    if isinstance(value, bool) or not (is_scalar or isinstance(value, numbers.Real)):
+        raise TypeError(f"clip_grad_norm_: {name}={value!r} is a {type(value).__name__}; needed is a number")
+    return float(value)
+
+
 def _norm_of(norms: list[Tensor], norm_type: float) -> Tensor:
+    if not norms:  # all parameters were taken out of the groups
+        return torch.zeros((), dtype=torch.float64)
     together: Tensor = torch.stack([norm.to(norms[0].device) for norm in norms])
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(together, norm_type)
 
@@ -61,13 +90,9 @@ class Clip:
         Returns:
             0-d, float32; float64 if there are float64 parameters.
 
-        Raises:
-            ValueError: unless ``norm_type`` is positive (``inf`` included).
         """
-        if not float(norm_type) > 0:
-            raise ValueError(f"norm_type={norm_type} is not a norm; use a positive number or math.inf")
         self._buffers.zero_absent()
-        return self._norm(float(norm_type))
+        return self._norm(norm_type)
 
     def _norm(self, norm_type: float, dtype: torch.dtype | None = None) -> Tensor:
         local = self._local(norm_type, lambda backend, flats: backend.norm(flats, norm_type, dtype=dtype))
@@ -102,6 +127,8 @@ class Clip:
 
     def scale(self, norm: Tensor, max_norm: float) -> None:
         """Scale all gradients so that a global norm of ``norm`` becomes at most ``max_norm``."""
+        if max_norm == math.inf:  # inf / inf is no coefficient
+            return
         self._buffers.scale_grads_(clip_coefficient(norm, max_norm))
 
     def on_host(self, nonfinite: str) -> bool:

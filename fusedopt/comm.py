@@ -371,17 +371,16 @@ class DataParallelGroup:
         self.tally.add("control")
         return self.channel.objects(value)
 
-    def agree(self, topic: str, problem: Exception | None) -> None:
-        """Raise on all ranks if one has a problem: its own there, a RuntimeError that quotes it elsewhere.
+    def agree(self, topic: str, problem: str | None) -> None:
+        """Raise a RuntimeError that quotes it if another rank has a problem; one that has raises its own after this.
 
         Args:
             topic: what all ranks are in, the same on all.
-            problem: of this one.
+            problem: of this one, in words.
         """
         if self.channel is not None:
-            self.channel.agree(topic, problem, self.tally)
-        elif problem is not None:
-            raise problem
+            is_known = self.address[1] >= 0
+            self.channel.agree(f"{topic} of {name_of(self.address)}" if is_known else topic, problem, self.tally)
 
     @contextlib.contextmanager
     def together(self, topic: str) -> Iterator[None]:
@@ -390,12 +389,12 @@ class DataParallelGroup:
         Args:
             topic: the method that all ranks call, for ranks that are elsewhere.
         """
-        problem: Exception | None = None
         try:
             yield
-        except Exception as error:
-            problem = error
-        self.agree(topic, problem)
+        except Exception as error:  # named nowhere else: a frame of its own traceback that holds it is a cycle
+            self.agree(topic, in_words(error))
+            raise
+        self.agree(topic, None)
 
     def send_bytes(self, tensor: Tensor, to: int) -> None:
         """Send a contiguous CPU tensor to rank ``to``, on the control group."""
@@ -411,6 +410,11 @@ class DataParallelGroup:
         self.tally.add(kind, nbytes)
         if self._groups is not None and kind != "control":
             self._groups.num_started += 1
+
+
+def in_words(error: Exception) -> str:
+    """Return ``error`` as other ranks are told of it."""
+    return f"{type(error).__name__}: {error}"
 
 
 def groups_over(meshes: Iterable[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ import json
 import operator
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,125 @@ _BOOLEANS = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
 _NONE = ("none", "null", "")
 _BACKENDS = ("auto", "torch", "triton", "apex", "transformer_engine")
 _MAX_BUCKET_MIB = 4096  # 4096 MiB * 2**20 bytes / 4 bytes per fp32 element = 2**30 elements
+
+# What other projects call things: torch, DeepSpeed, Megatron, accelerate, Lightning, apex, TransformerEngine, Paddle.
+_STAGES = "ZeRO stage 0 is 'none', 1 'optimizer', 2 'gradients'; 3 is torch's fully_shard (FSDP2), with shard='none'"
+_OTHER_NAMES = (  # the field, what else to say, and its other names
+    (
+        "max_grad_norm",
+        "",
+        "clip clip_grad clip_grad_norm clip_gradients clip_norm clipping gradient_clip gradient_clip_norm "
+        "gradient_clip_val gradient_clipping grad_clip grad_clip_norm grad_clipping grad_norm max_gradient_norm "
+        "max_norm",
+    ),
+    (
+        "gradient_accumulation_steps",
+        "",
+        "acc_steps accumulate_grad_batches accumulate_steps accumulation_steps gas grad_acc_steps grad_accum "
+        "grad_accum_steps grad_accumulation_steps gradient_accumulation gradient_merge_steps k_steps micro_batches "
+        "num_accumulation_steps num_micro_batches num_microbatches update_freq",
+    ),
+    ("gradient_average", "", "average average_gradients avg grad_average gradient_merge_avg"),
+    (
+        "nonfinite",
+        "'skip' leaves such steps out, 'raise' stops by parameter name",
+        "check_for_nan_in_grad check_for_nan_in_loss_and_grad error_if_nonfinite nan_policy on_nan on_nonfinite "
+        "skip_nan skip_nonfinite",
+    ),
+    ("backend", "", "fused_backend implementation kernel_backend kernels library main_grad_backend"),
+    (
+        "fused_linear",
+        "it is for integrations; elsewhere call fusedopt.convert_linears(model)",
+        "convert_linears enable_linear_fused_grad_add fuse_linear fuse_wgrad_accumulation "
+        "gradient_accumulation_fusion linear_fused_grad_add",
+    ),
+    (
+        "shard",
+        _STAGES,
+        "data_parallel_sharding_strategy distributed_optimizer fsdp main_grad_shard sharding sharding_level "
+        "sharding_stage sharding_strategy stage use_distributed_optimizer zero zero_level zero_optimization zero_stage",
+    ),
+    ("shard_by", "'element' cuts through parameters", "split_param"),
+    (
+        "bucket_mib",
+        "MiB of fp32: elements * 4 / 2**20",
+        "allgather_bucket_size bucket_size ddp_bucket_size reduce_bucket_size",
+    ),
+    (
+        "bucket_mib",
+        "MiB of fp32",
+        "bucket_cap bucket_cap_mb bucket_size_mb comm_buffer_size_mb sharding_comm_buffer_size_mb",
+    ),
+    (
+        "overlap_grad_reduce",
+        "",
+        "enable_stage1_overlap overlap_comm overlap_communication overlap_grad_sync overlap_gradient_reduce "
+        "overlap_reduce",
+    ),
+    (
+        "overlap_param_gather",
+        "",
+        "enable_stage1_allgather_overlap overlap_all_gather overlap_allgather overlap_gather overlap_param_sync",
+    ),
+    ("broadcast_params", "", "broadcast init_sync sync_params"),
+)
+_NO_SETTING = {  # why there is none, and the names
+    "cast the model (model.bfloat16()) before its optimizer is made": (
+        "amp bf16 bfloat16 dtype float16 fp16 half mixed_precision model_dtype opt_level param_dtype params_dtype "
+        "precision torch_dtype"
+    ),
+    "main_grad and main_param are fp32 whatever the model's dtype": (
+        "accumulate_allreduce_grads_in_fp32 amp_master_grad communication_data_type data_types grad_accum_dtype "
+        "grad_dtype grad_reduce_in_fp32 main_grad_dtype main_grads_dtype main_param_dtype main_params_dtype "
+        "master_grad master_weights multi_precision reduce_dtype"
+    ),
+    "fp16 losses are scaled by torch.amp.GradScaler, under a shard by ShardedGradScaler": (
+        "dynamic_loss_scale grad_scaler initial_loss_scale loss_scale loss_scaling"
+    ),
+    "it belongs to the inner optimizer, which you make: FusedMainGradOptimizer(torch.optim.AdamW(..., lr=...))": (
+        "beta1 beta2 betas capturable eps foreach fused learning_rate lr momentum optimizer params weight_decay"
+    ),
+    "schedulers are torch's, made on the FusedMainGradOptimizer": "lr_scheduler scheduler warmup_steps",
+    "nothing is offloaded": "cpu_offload offload offload_optimizer offload_optimizer_device offload_param",
+    "layers are recomputed by fusedopt.recompute.apply(model, ...), or --recompute": (
+        "activation_checkpointing gradient_checkpointing recompute recompute_granularity"
+    ),
+    "give it to FusedMainGradOptimizer itself: process_group=, device_mesh=, norm_group= or rewrap=": (
+        "data_parallel_group device_mesh dp_group group mesh norm_group pg process_group rewrap"
+    ),
+    "it is a flag of scripts: --main_grad, --main_grad_config FILE": "main_grad main_grad_config",
+    "batches are the data loader's": "batch_size micro_batch_size train_batch_size train_micro_batch_size_per_gpu",
+}
+_MEANT = {name: (field, note) for field, note, names in _OTHER_NAMES for name in names.split()}
+_WHY_NONE = {name: why for why, names in _NO_SETTING.items() for name in names.split()}
+_OTHER_VALUES = {  # by field: what is meant, or what to say; and what others write for it
+    "shard": {
+        "none": "0 stage0 stage_0 zero0 zero_0 false off no no_shard",
+        "optimizer": "1 stage1 stage_1 zero1 zero_1 os optim optimizer_state optimizer_states",
+        "gradients": "2 stage2 stage_2 zero2 zero_2 os_g grads optim_grads shard_grad_op",
+        _STAGES: (
+            "3 stage3 stage_3 zero3 zero_3 p_g_os full full_shard hybrid_shard optim_grads_params parameters params "
+            "true"
+        ),
+    },
+    "shard_by": {
+        "parameter": "param parameters params tensor tensors whole",
+        "element": "elements flat",
+        "auto": "none",
+    },
+    "nonfinite": {
+        "raise": "abort assert crash error fail stop",
+        "skip": "warn",
+        "ignore": "allow keep pass propagate",
+    },
+    "backend": {
+        "torch": "aten default eager native pytorch",
+        "transformer_engine": "te",
+        "auto": "none",
+        "nccl and gloo are torch.distributed's: init_process_group(backend=...)": "nccl gloo mpi",
+    },
+}
+_SWITCHES = {"true": "enable enabled y t 1.0", "false": "disable disabled n f 0.0 never"}
 
 
 class Given(NamedTuple):
@@ -235,8 +354,7 @@ def _check(*sources: Mapping[str, Given], problems: Sequence[str] = ()) -> dict[
         try:
             values[name] = _coerce(spec, value)
         except (KeyError, TypeError, ValueError, OverflowError):
-            needed, instead = _needed(spec), _nearest_valid(spec, value)
-            problems.append(f"{name}={value!r} ({origin}): needed {needed}; use {instead!r}")
+            problems.append(f"{name}={value!r} ({origin}): needed {_needed(spec)}{_instead(spec, value)}")
     for name, other, problem in _contradictions(values):
         setting, under = f"{name}={values[name]!r}", f"{other}={values[other]!r}"
         problems.append(f"{setting} ({found[name].origin}) with {under} ({found[other].origin}): {problem}")
@@ -294,24 +412,47 @@ def _needed(spec: Field[Any]) -> str:
     return "a positive number, inf to measure without clipping, or None to switch clipping off"
 
 
-def _nearest_valid(spec: Field[Any], value: Any) -> Any:
-    """Return the nearest name to a misspelt one, the nearest bound to a number, else the default."""
+def _instead(spec: Field[Any], value: Any) -> str:
+    """Return what a bad value is likely to mean: by what other projects write, else by spelling, else nothing."""
+    text = str(value).strip().lower()
     valid: Sequence[Any] = list(_BOOLEANS) if spec.type is bool else spec.metadata["valid"]
-    if spec.type in (bool, str):
-        return _nearest(value, valid) if isinstance(value, str) else spec.default
+    if text == "auto":
+        if spec.name in ("max_grad_norm", "gradient_accumulation_steps"):
+            return "; 'auto' stands for the Trainer's or Accelerator's own value, where one has it: write a value here"
+        return f"; leave it out for the default, {spec.default!r}"
+    if spec.type == float | None:
+        return "; use None" if text in ("0", "0.0", "false", "off", "no") or text.startswith("-") else ""
+    if spec.type is int:
+        return f"; use {_nearest_number(spec, value)!r}"
+    words = text.replace("-", "_").replace("zero ", "zero").replace("stage ", "stage")
+    for meant, names in (_SWITCHES if spec.type is bool else _OTHER_VALUES.get(spec.name, {})).items():
+        if words in names.split():
+            return f"; use {meant!r}" if meant in valid else f"; {meant}"
+    is_text = isinstance(value, str) or (value is None and text in valid)
+    found = difflib.get_close_matches(text, valid, n=1, cutoff=0.75) if is_text else []
+    return f"; use {found[0]!r}" if found else ""
+
+
+def _nearest_number(spec: Field[Any], value: Any) -> Any:
+    """Return the whole number or bound that is nearest to a number, else the default."""
+    valid: Sequence[Any] = spec.metadata["valid"]
     try:
         return round(min(max(float(value), valid[0]), valid[-1]))
-    except (IndexError, TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         return spec.default
 
 
-def _nearest(text: str, names: Iterable[str]) -> str:
-    by_lower = {name.lower(): name for name in names}
-    return by_lower[difflib.get_close_matches(text.lower(), by_lower, n=1, cutoff=0.0)[0]]
-
-
 def _unknown(name: object, origin: str) -> str:
-    names = list(_fields())
-    if origin.startswith("environment"):
-        names = [_ENV_PREFIX + known.upper() for known in names]
-    return f"{name} ({origin}): found an unknown name, needed a field's; use {_nearest(str(name), names)!r}"
+    """Say that there is no such field, and which one is meant: by what others call it, else by a close spelling."""
+    is_variable = origin.startswith("environment")
+    word = str(name).strip().lower().lstrip("-").replace("-", "_")
+    word = word.removeprefix(_ENV_PREFIX.lower()) if is_variable else word
+    found = f"{name} ({origin}): found an unknown name"
+    if word in _WHY_NONE:
+        return f"{found}; there is no such setting: {_WHY_NONE[word]}"
+    close = difflib.get_close_matches(word, _fields(), n=1, cutoff=0.8)
+    meant, note = _MEANT.get(word) or (close[0] if close else None, "")
+    shown = {known: _ENV_PREFIX + known.upper() if is_variable else known for known in _fields()}
+    if meant is None:
+        return f"{found}, needed one of {', '.join(shown.values())}"
+    return f"{found}, needed a field's; use {shown[meant]!r}{note and f' ({note})'}"

@@ -21,6 +21,7 @@ from fusedopt.backends.offers import Adam as AdamRule
 from fusedopt.backends.offers import Rule, Spans
 from fusedopt.backends.offers import Sgd as SgdRule
 from fusedopt.buffers import Buffers, Entry
+from fusedopt.guard import StepGuard
 
 _MADE_OTHERWISE = ("amsgrad", "maximize", "differentiable", "capturable")
 
@@ -67,8 +68,8 @@ class FusedSteps:
         if not any(bucket.backend.fused_step_ for bucket in self._buffers.buckets):  # as under "auto", in every step
             return None
         entry_of = {id(entry.main_param): entry for entry in self._buffers.entries if entry.main_param is not None}
-        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-        if any(hooks):
+        pre_hooks, post_hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        if post_hooks or any(not isinstance(hook, StepGuard) for hook in pre_hooks.values()):
             return None
         plan = []
         for group in optimizer.param_groups:

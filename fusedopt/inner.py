@@ -17,20 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from fusedopt.buffers import Entry
 from fusedopt.dtensor import is_dtensor, region_of
+from fusedopt.guard import StepGuard
+from fusedopt.listing import Group, Listed, agree
 from fusedopt.parts import Cut, piece, take, wrap
 from fusedopt.scratch import global_step_hooks_muted, state_to_come
 
 HAS_STATE = "has_state"
 """Beside a parameter's state in torch's checkpoints: whether it had any."""
-
-_MISSING = object()
-_NOT_HYPER_PARAMETERS = ("params", "param_names")
-
-Group = dict[str, Any]
 
 
 class InnerOptimizers:
@@ -38,14 +35,20 @@ class InnerOptimizers:
 
     Args:
         optimizers: over disjoint parameters; at least one.
+        order: the number of the optimizer of each outer group; default: all groups of the first, then the next.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], order: Sequence[int] | None = None) -> None:
         self.optimizers = tuple(optimizers)
-        # In the order of the outer groups: which optimizer, and which of its groups.
-        self._places = [(o, g) for o, opt in enumerate(self.optimizers) for g in range(len(opt.param_groups))]
-        self._agreed: list[Group] = [dict(self.group(i)) for i in range(self.num_groups)]
-        self._model_params = [list(self.group(i)["params"]) for i in range(self.num_groups)]
+        self.listed = [
+            Listed(opt, position, list(group["params"]), dict(group))
+            for opt in self.optimizers
+            for position, group in enumerate(opt.param_groups)
+        ]
+        """In the order of the outer groups."""
+        if order is not None:
+            of_each = [iter([item for item in self.listed if item.optimizer is opt]) for opt in self.optimizers]
+            self.listed = [next(of_each[number]) for number in order]
         self._main_of: dict[int, nn.Parameter | None] = {}  # None: another rank updates it
         self._param_of: dict[int, nn.Parameter] = {}
         self._home_of: dict[int, Optimizer] = {}
@@ -54,12 +57,18 @@ class InnerOptimizers:
         """State of all parameters whole, where this rank has it; gone as soon as any of it may have changed."""
         self.set_aside: dict[int, Tensor] = {}
         """main_params that were loaded for parameters still frozen, by ``id``; `adopt` takes them up."""
-        self._stepped: set[int] = set()
+        self._guard: StepGuard | None = None
+
+    @property
+    def order(self) -> list[int]:
+        """The number of the optimizer of each outer group."""
+        numbers = {id(opt): number for number, opt in enumerate(self.optimizers)}
+        return [numbers[id(item.optimizer)] for item in self.listed]
 
     @property
     def num_groups(self) -> int:
         """Parameter groups of all inner optimizers."""
-        return len(self._places)
+        return len(self.listed)
 
     @property
     def requires_closure(self) -> bool:
@@ -82,13 +91,12 @@ class InnerOptimizers:
         return {key: value for key, value in first.items() if all(key in opt.defaults for opt in self.optimizers)}
 
     def group(self, index: int) -> Group:
-        """Return the inner group of outer group ``index``. Looked up anew: loading rebinds the dicts."""
-        optimizer, position = self._places[index]
-        return self.optimizers[optimizer].param_groups[position]
+        """Return the inner group of outer group ``index``."""
+        return self.listed[index].group
 
     def optimizer_of(self, index: int) -> Optimizer:
         """Return the inner optimizer of outer group ``index``."""
-        return self.optimizers[self._places[index][0]]
+        return self.listed[index].optimizer
 
     def add_group(self, group: Group) -> None:
         """Add ``group`` (with model parameters) to its inner optimizer, which fills in its defaults.
@@ -111,14 +119,21 @@ class InnerOptimizers:
                     f"add_param_group: parameter {name} is in a group already; give each parameter to one group of one "
                     "inner optimizer, once"
                 )
-        self.optimizers[chosen].add_param_group(group)
-        self._places.append((chosen, len(self.optimizers[chosen].param_groups) - 1))
-        added = self.group(self.num_groups - 1)
-        self._agreed.append(dict(added))
-        self._model_params.append(list(added["params"]))
+        optimizer = self.optimizers[chosen]
+        optimizer.add_param_group(group)
+        added = optimizer.param_groups[-1]
+        self.listed.append(Listed(optimizer, len(optimizer.param_groups) - 1, list(added["params"]), dict(added)))
+
+    def drop_groups(self, index: int) -> None:
+        """Take back group ``index``, if it was added; all ranks added it, and one refuses."""
+        for listed in self.listed[index:]:
+            listed.optimizer.param_groups.pop()
+        del self.listed[index:]
 
     def adopt(self, index: int, entries: Sequence[Entry]) -> None:
         """Put main_params in the place of model parameters in group ``index``, state included."""
+        if self._guard is None:
+            self._guard = StepGuard(self.optimizers)
         optimizer = self.optimizer_of(index)
         for entry in entries:
             self._main_of[id(entry.param)] = main_param = entry.main_param
@@ -141,64 +156,119 @@ class InnerOptimizers:
 
         State of a parameter that a shard cuts through, or that another rank updates, is lost.
         """
-        for index, params in enumerate(self._model_params):
-            state = self.optimizer_of(index).state
-            for param in params:
-                main_param = self._main_of.get(id(param), param)
-                if main_param is param or main_param is None or main_param not in state:
-                    continue
-                whole = state.pop(main_param)
+        self.forget(list(self._entry_of.values()))
+        for listed in self.listed:
+            if listed.is_there:
+                listed.group["params"][:] = listed.params
+        if self._guard is not None:
+            self._guard.remove(self.optimizers)
+        self.set_aside.clear()
+        self.consolidated = None
+
+    def forget(self, entries: Sequence[Entry]) -> None:
+        """Take main_params from the state of parameters that are ours no longer; see `release`."""
+        for entry in entries:
+            param, main_param = entry.param, self._main_of.pop(id(entry.param))
+            del self._entry_of[id(param)]
+            if main_param is None:
+                continue
+            home = self._home_of.pop(id(main_param))
+            del self._param_of[id(main_param)]
+            if main_param is not param and main_param in home.state:
+                whole = home.state.pop(main_param)
                 if main_param.shape == param.shape:
-                    state[param] = _cast_state(whole, main_param.dtype, param.dtype)
-            self.group(index)["params"][:] = params
-        self._main_of.clear()
-        self._param_of.clear()
-        self._home_of.clear()
-        self._entry_of.clear()
+                    home.state[param] = _cast_state(whole, main_param.dtype, param.dtype)
 
     def _list_main_params(self, index: int) -> None:
-        mains = [self._main_of.get(id(param), param) for param in self._model_params[index]]
-        self.group(index)["params"][:] = [main for main in mains if main is not None]
+        listed = self.listed[index]
+        listed.group["params"][:] = self._mains_of(listed.params)
+
+    def _mains_of(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        mains = (self._main_of.get(id(param), param) for param in params)
+        return [main for main in mains if main is not None]
+
+    def relist(self, listings: Sequence[Listed | Group]) -> None:
+        """Hold just these groups, in this order; parameters may come, go and change groups.
+
+        Args:
+            listings: one per outer group: how it is listed from now on; or an outer group that is new, with the number
+                of its inner optimizer under ``"inner"``, which fills in its defaults.
+
+        Raises:
+            Exception: what an inner optimizer raises for a new group. Nothing was changed.
+        """
+        before = [
+            (opt, list(opt.param_groups), [list(g["params"]) for g in opt.param_groups]) for opt in self.optimizers
+        ]
+        kept = [item for item in listings if isinstance(item, Listed)]
+        groups = {id(item): item.group for item in kept}
+        try:
+            for item in kept:
+                item.group["params"][:] = self._mains_of(item.params)
+            for opt, listed_groups, _ in before:
+                own = [groups[id(item)] for item in kept if item.optimizer is opt]
+                for group in listed_groups:
+                    if all(group is not other for other in own):
+                        group["params"][:] = []  # its parameters may go into a new group
+                opt.param_groups[:] = own
+            made = [item if isinstance(item, Listed) else self._made_of(item) for item in listings]
+        except BaseException:
+            for opt, listed_groups, params in before:
+                opt.param_groups[:] = listed_groups
+                for group, members in zip(listed_groups, params, strict=True):
+                    group["params"][:] = members
+            raise
+        for opt in self.optimizers:  # new groups were appended
+            own_groups = [groups.get(id(item)) or item.group for item in made if item.optimizer is opt]
+            opt.param_groups[:] = own_groups
+        positions = dict.fromkeys(map(id, self.optimizers), 0)
+        for item in made:
+            item.position = positions[id(item.optimizer)]
+            positions[id(item.optimizer)] += 1
+        self.listed = made
+        self.consolidated = None
+
+    def _made_of(self, outer: Group) -> Listed:
+        params = list(outer["params"])
+        optimizer = self.optimizers[outer["inner"]]
+        settings = {key: value for key, value in outer.items() if key != "inner"}
+        optimizer.add_param_group({**settings, "params": self._mains_of(params)})
+        return Listed(optimizer, len(optimizer.param_groups) - 1, params, dict(optimizer.param_groups[-1]))
+
+    def move(self, param: nn.Parameter, optimizer: Optimizer) -> None:
+        """Let ``optimizer`` update ``param`` from now on; state that another one has of it is dropped."""
+        main_param = self._main_of.get(id(param))
+        if main_param is not None and self._home_of[id(main_param)] is not optimizer:
+            self._home_of[id(main_param)].state.pop(main_param, None)
+            self._home_of[id(main_param)] = optimizer
 
     def agree(self, outer_groups: Sequence[Group]) -> None:
-        """Carry every hyper-parameter to the side where it did not change since the last call.
+        """Carry every hyper-parameter to the side where it did not change since the last call; see `listing`.
 
         Raises:
             RuntimeError: naming a value that changed on both sides, to different values. Nothing was carried.
         """
-        changes = [self._changes(i, outer) for i, outer in enumerate(outer_groups)]
-        for index, outer in enumerate(outer_groups):
-            inner = self.group(index)
-            for key, value in changes[index].items():
-                inner[key] = outer[key] = _fill(inner.get(key), value)
-            self._agreed[index] = {k: v for k, v in inner.items() if k not in _NOT_HYPER_PARAMETERS}
+        agree(self.listed, outer_groups)
 
-    def _changes(self, index: int, outer: Group) -> Group:
-        inner, agreed = self.group(index), self._agreed[index]
-        changes: Group = {}
-        for key in {**inner, **outer}:
-            ours, theirs = outer.get(key, _MISSING), inner.get(key, _MISSING)
-            if key in _NOT_HYPER_PARAMETERS or _is_same(ours, theirs):
+    def would_create_state(self) -> bool:
+        """Return whether a step with the gradients as they stand would make inner state.
+
+        Judged by the settings and the state that is there, so that a resumed run decides as the uninterrupted one did.
+        """
+        for listed in self.listed:
+            optimizer, group = listed.optimizer, listed.group
+            # Of torch's fused optimizers SGD alone may do without: it makes its state when it first needs a momentum.
+            is_sgd = isinstance(optimizer, SGD)
+            if is_sgd and not group["momentum"]:
                 continue
-            before = agreed.get(key, _MISSING)
-            is_ours_new = ours is not _MISSING and not _is_same(ours, before)
-            if is_ours_new and theirs is not _MISSING and not _is_same(theirs, before):
-                raise RuntimeError(
-                    f"param_groups[{index}][{key!r}] was changed on both sides since the last step: to {ours!r} on the "
-                    f"wrapper and to {theirs!r} on the inner {type(self.optimizer_of(index)).__name__}. Change it on "
-                    "one side only: drive one scheduler, made on either of them"
-                )
-            changes[key] = ours if is_ours_new or theirs is _MISSING else theirs
-        return changes
-
-    def would_create_state(self, entries: Sequence[Entry]) -> bool:
-        """Return whether one of ``entries`` (those with a gradient) meets its first step."""
-        return any(id(entry.param) not in self._stepped for entry in entries)
-
-    def forget_steps(self) -> None:
-        """Treat every parameter's next step as its first: state was loaded."""
-        self._stepped.clear()
-        self.consolidated = None
+            for main in group["params"]:
+                entry = self._entry_of.get(id(self.param_of(main)))
+                if entry is None or not entry.has_grad:
+                    continue
+                state = optimizer.state.get(main)
+                if not state or (is_sgd and state.get("momentum_buffer") is None):
+                    return True
+        return False
 
     def step(
         self,
@@ -215,17 +285,15 @@ class InnerOptimizers:
             closure: for inner optimizers that require one; it has to call `hang_gradients` itself.
             grad_scale: float32, 0-d; what gradients are divided by on the device. Needs `takes_found_inf`.
             found_inf: float32, 0-d; nonzero leaves parameters and state as they are. Needs `takes_found_inf`.
-            instead: makes the step of one inner optimizer, of which every parameter has state, or returns False.
+            instead: makes the step of one inner optimizer, or returns False, with nothing changed.
 
         Returns:
             What the inner optimizer's ``step`` returned.
         """
         result = self.consolidated = None
-        if self.would_create_state([entry for entry in entries if entry.has_grad]):
-            instead = None
         hang_gradients(entries)
         try:
-            with global_step_hooks_muted():
+            with global_step_hooks_muted(), self._opened():
                 for opt in self.optimizers:
                     if instead is not None and instead(opt, grad_scale, found_inf):
                         continue
@@ -235,8 +303,10 @@ class InnerOptimizers:
             for entry in entries:
                 if entry.main_param is not None and entry.main_param is not entry.param:
                     entry.main_param.grad = None
-        self._stepped.update(id(entry.param) for entry in entries if entry.has_grad)
         return result
+
+    def _opened(self) -> contextlib.AbstractContextManager[None]:
+        return self._guard.opened() if self._guard is not None else contextlib.nullcontext()
 
     def has(self, method: str) -> bool:
         """Return whether an inner optimizer has ``method`` (train, eval)."""
@@ -306,8 +376,8 @@ class InnerOptimizers:
         for opt in self.optimizers:
             state = dict(opt.__getstate__())  # what torch itself would pickle of it
             state["state"] = {self.param_of(key): value for key, value in opt.state.items()}
-            places = (i for i in range(self.num_groups) if self.optimizer_of(i) is opt)
-            state["param_groups"] = [{**self.group(i), "params": list(self._model_params[i])} for i in places]
+            own = (listed for listed in self.listed if listed.optimizer is opt)
+            state["param_groups"] = [{**listed.group, "params": list(listed.params)} for listed in own]
             parts.append((type(opt), state))
         return parts
 
@@ -349,25 +419,6 @@ def _cast_state(state: Any, old: torch.dtype, new: torch.dtype) -> Any:
     if isinstance(state, dict):
         return {key: value if key == "step" else _cast_state(value, old, new) for key, value in state.items()}
     return type(state)(_cast_state(v, old, new) for v in state) if type(state) in (list, tuple) else state
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if isinstance(a, Tensor) or isinstance(b, Tensor) or a is _MISSING or b is _MISSING:
-        return False
-    try:
-        return bool(a == b)
-    except (ValueError, RuntimeError, TypeError):  # arrays, tuples of tensors
-        return False
-
-
-def _fill(current: Any, value: Any) -> Any:
-    """Return ``value``, or ``current`` filled with it where that is a tensor: compiled steps and graphs hold it."""
-    if not isinstance(current, Tensor) or current is value:
-        return value
-    with torch.no_grad():
-        return current.copy_(torch.as_tensor(value))
 
 
 @contextlib.contextmanager

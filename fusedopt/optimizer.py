@@ -14,12 +14,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from fusedopt import backends, compiling
+from fusedopt import backends, compiling, holders, stock_clip
 from fusedopt.adoption import Adoption
-from fusedopt.amp import Scalers
+from fusedopt.amp import Scalers, asking_scaler
 from fusedopt.arrival import Arrival
 from fusedopt.buckets import Sharding
 from fusedopt.buffers import Buffers
@@ -34,11 +35,12 @@ from fusedopt.checks import (
     named_params,
     refuse_unsupported,
 )
-from fusedopt.clip import Clip
+from fusedopt.clip import Clip, checked_norm
 from fusedopt.comm import DataParallelGroup
 from fusedopt.config import MainGradConfig
 from fusedopt.gather import Gather
-from fusedopt.inner import Group, InnerOptimizers
+from fusedopt.inner import InnerOptimizers
+from fusedopt.listing import Group
 from fusedopt.probe import ShardBy
 from fusedopt.reduction import Reduction
 from fusedopt.replicas import start_alike
@@ -68,6 +70,10 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         process_group: the data-parallel ranks; default all. Gradients are reduced to their mean over them.
         device_mesh: in place of ``process_group``: 1-D, or 2-D (replicate, shard).
         norm_group: ranks that hold other parts of the model (pipeline, model parallel); norms count them, too.
+        rewrap: take parameters over from live wrappers that hold them, as a training library has to that makes its
+            optimizer again. Those are unwrapped, also of parameters that are not in ``inner``, and raise when they are
+            used. As with a new torch optimizer, weights start from the model's values, state from nothing, and
+            gradients stay, in fp32; of a pending window, and under a shard, they are cleared with a warning.
         **overrides: single fields of `MainGradConfig`, above ``config``: ``max_grad_norm=1.0``.
 
     Raises:
@@ -88,6 +94,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         process_group: Any = None,
         device_mesh: Any = None,
         norm_group: Any = None,
+        rewrap: bool = False,
         **overrides: Any,
     ) -> None:
         comm = DataParallelGroup(process_group, device_mesh, norm_group)
@@ -97,13 +104,22 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             inner_optimizers = InnerOptimizers(optimizers)
             is_sharded = config.shard != "none" and comm.num_shards > 1
             refuse_unsupported(config, requires_closure=inner_optimizers.requires_closure, is_sharded=is_sharded)
-            check_all_parameters(optimizers)
+            held = check_all_parameters(optimizers, rewrap=rewrap)
+            for wrapper in held:
+                wrapper._agree()
             is_fsdp = check_engines(all_named(optimizers), config.shard)
             _resolve_all(config.backend, all_named(optimizers))
             ShardBy(inner_optimizers, config.shard_by).check(is_sharded=is_sharded)
         comm = DataParallelGroup.alone(norm_group) if is_fsdp else comm
         start_alike(comm, all_named(optimizers), dataclasses.asdict(config), broadcast=config.broadcast_params)
+        trainable = {id(param) for _, param in all_named(optimizers) if param.requires_grad}
+        gradients: list[tuple[nn.Parameter, Tensor]] = []
+        for wrapper in held:
+            gradients += wrapper._give_up(trainable)
         self._wire(inner_optimizers, config, comm)
+        for param, grad in gradients:
+            param.grad = grad
+        self._arrival.adopt()
 
     def _wire(self, inner: InnerOptimizers, config: MainGradConfig, comm: DataParallelGroup) -> None:
         """Put the parts together over checked parameters, and take these on."""
@@ -127,19 +143,23 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         self._update = Update(inner, self._buffers, self._clip, self._gather)
         self._scalers = Scalers(self, self._buffers)
         placement = ShardBy(inner, config.shard_by) if sharding.is_sharded else None
-        self._adoption = Adoption(inner, self._buffers, self._arrival, self._gather, placement)
+        is_alone = comm.world_size == 1
+        self._adoption = Adoption(inner, self._buffers, self._arrival, self._gather, placement, is_alone=is_alone)
         super().__init__([dict(inner.group(i)) for i in range(inner.num_groups)], inner.common_defaults())
-        self.state = StateView(inner)  # type: ignore[assignment]
+        self._state = StateView(inner)
         # A wrapper that is dropped leaves the model as torch made it: hooks hold no reference to the wrapper.
         self._finalizer = weakref.finalize(self, self._adoption.release)
         self._finalizer.atexit = False
+        holders.add(self, self._adoption.holds)
         try:
-            for index, group in enumerate(self.param_groups):
-                self._adoption.adopt_group(index, group)
+            for index in range(len(self.param_groups)):
+                self._adoption.adopt_group(index, self.param_groups)
         except BaseException:  # out of memory, for one
-            self._finalizer()
+            self._retire("was never finished: wrapping it failed")
             raise
         compiling.watch(self._buffers)
+        if sharding.is_sharded:
+            stock_clip.watch(self._buffers)
 
     # -- parameters and groups
 
@@ -152,19 +172,26 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         if len(self.param_groups) < self._inner.num_groups:  # torch's constructor adds the groups that inner has
             super().add_param_group(param_group)
             return
+        self._adoption.follow(self.param_groups)
+        if self._comm.world_size == 1:  # else something of them may be under way
+            self._adoption.let_go()
         params = param_group["params"]
         if not isinstance(params, set):  # torch refuses a set, whose order changes between runs
             params = [params] if isinstance(params, Tensor) else list(params)
         index = len(self.param_groups)
         named = [p if isinstance(p, tuple) else (default_name(index, i), p) for i, p in enumerate(params)]
-        with self._comm.together("add_param_group()"):
-            check_parameters(named)
-            _resolve_all(self.config.backend, named)
-            self._inner.add_group({**param_group, "params": params})
-        inner_group = self._inner.group(index)
-        start_alike(self._comm, named_params(inner_group, index), None, broadcast=self.config.broadcast_params)
+        try:
+            with self._comm.together("add_param_group()"):
+                check_parameters(named)
+                _resolve_all(self.config.backend, named)
+                self._inner.add_group({**param_group, "params": params})
+            inner_group = self._inner.group(index)
+            start_alike(self._comm, named_params(inner_group, index), None, broadcast=self.config.broadcast_params)
+        except BaseException:  # for one, of another rank
+            self._inner.drop_groups(index)
+            raise
         super().add_param_group({**inner_group, "params": list(inner_group["params"])})
-        self._adoption.adopt_group(index, self.param_groups[index])
+        self._adoption.adopt_group(index, self.param_groups)
 
     # -- the step
 
@@ -195,15 +222,20 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             self._finish_window(self._window.num_pending + 1)
         else:
             self._prepare()
-            self._window.add([] if self._buffers.sharding.is_lending else self._buffers.with_grad())
+            kept = [] if self._buffers.sharding.is_lending else self._buffers.with_grad()
+            self._window.add(kept, self._arrival.num_arrivals)
         return loss
 
     def flush(self) -> None:
-        """End a window early: step with the micro-batches that are pending, if any (the last, short window)."""
+        """End a window early: step with the micro-batches that are pending, if any (the last, short window).
+
+        Raises:
+            RuntimeError: as `step`, and if gradients arrived for which `step` was not called.
+        """
         self._check_usable(None)
         if self._window.num_pending:
             with torch.no_grad():
-                self._finish_window(self._window.num_pending)
+                self._finish_window(self._window.num_pending, is_early=True)
 
     def _check_usable(self, closure: Closure | None) -> None:
         if closure is None and self._inner.requires_closure:
@@ -215,31 +247,49 @@ class FusedMainGradOptimizer(StatefulOptimizer):
 
     def _prepare(self) -> None:
         """Bring main_grad up to date, and raise on anything that was replaced or edited since wrapping."""
-        if self._buffers.sharding.is_sharded:
-            self._scalers.explain(self._reduction.edited_outside())
+        edited = self._reduction.edited_outside()
+        if edited:
+            self._window.restart()
+            self._scalers.explain(edited)
         compiling.watch(self._buffers)
-        self._adoption.adopt_unfrozen()
+        self._adoption.follow(self.param_groups)
         self._buffers.check_views()
         self._arrival.adopt()
         self._window.check_kept()
+        self._window.check_averaged(self._arrival.num_arrivals)
         self._reduction.note_versions()
 
-    def _finish_window(self, num_micro_batches: int) -> None:
-        with self._reduction.meeting(Kind.STEP):  # what one rank must refuse, all refuse; the window stays
+    def _finish_window(self, num_micro_batches: int, *, is_early: bool = False) -> None:
+        with self._reduction.meeting(
+            Kind.STEP, num_micro_batches
+        ):  # what one rank must refuse, all refuse; the window stays
             self._prepare()
+            if is_early:
+                self._window.check_flush(self._arrival.num_arrivals)
             self._update.begin(self.param_groups)
+        self._adoption.let_go()
         try:
+            for max_norm, norm_type in self._window.clips:
+                self._clip_mean(max_norm, norm_type, num_micro_batches)
             num_addends = 1 if self._window.is_averaged else self._num_addends(num_micro_batches)
             may_overlap = not compiling.has_traced()
             self._update.apply(self.param_groups, num_addends=num_addends, may_overlap=may_overlap)
         finally:
-            self._window.restart()
+            self._window.end(self._arrival.num_arrivals)
             self._reduction.window_ended()
 
-    def _average(self, num_micro_batches: int) -> None:
-        if not self._window.is_averaged:
+    def _clip_mean(self, max_norm: float, norm_type: float, num_micro_batches: int) -> Tensor:
+        """Clip the mean of a whole window, and return its norm before."""
+        num_addends = 1
+        if self._buffers.sharding.is_sharded:  # sums stay sums until the step: gradients may still arrive
+            num_addends = self._num_addends(num_micro_batches)
+        elif not self._window.is_averaged and self._num_addends(num_micro_batches) != 1:
             self._clip.average(self._num_addends(num_micro_batches))
-            self._window.is_averaged = self._window.is_merging
+            self._window.averaged(self._arrival.num_arrivals)
+        norm = self._clip.measure(norm_type) / num_addends
+        self._clip.scale(norm, max_norm)
+        self._reduction.note_versions()
+        return norm
 
     def _num_addends(self, num_micro_batches: int) -> int:
         """Return what sums are divided by, once: ranks, where those were summed, and averaged micro-batches."""
@@ -251,6 +301,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             loss = _evaluate(closure)
             with torch.no_grad(), self._reduction.meeting(Kind.STEP):
                 self._prepare()
+            self._adoption.let_go()
             return loss
 
         loss = evaluate()
@@ -269,7 +320,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as torch does; does nothing while a micro-batch of a window is pending."""
-        self._adoption.adopt_unfrozen()
+        self._adoption.follow(self.param_groups)
         if self._window.num_pending == 0:
             super().zero_grad(set_to_none)
             if set_to_none:
@@ -281,9 +332,9 @@ class FusedMainGradOptimizer(StatefulOptimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``, without a host synchronisation.
 
-        Over all ranks, which all call it. Under gradient merge (k > 1) this averages first and clips before the call of
-        `step` that ends the window; before the others it only measures the mean so far, since clipping a part would
-        change the sum.
+        Over all ranks, which all call it. Under gradient merge (k > 1) it averages first, and clips after the last
+        backward of a window. Anywhere else it only measures the mean so far, since clipping a part would change the
+        sum; should the next call of `step` or `flush` end the window, it clips the whole mean then.
 
         Args:
             max_norm: positive; ``inf`` measures only.
@@ -293,21 +344,24 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             The norm before clipping, 0-d, float32 (float64 if there are float64 parameters).
 
         Raises:
-            ValueError: for a norm type that is not a norm.
+            TypeError, ValueError: naming the value, for what is no limit or no norm; nothing was changed.
             RuntimeError: as `step`.
         """
-        with self._scalers.unscaling(self._clip.found_inf), self._reduction.meeting(Kind.CLIP):
+        window = self._window
+        unscaling = self._scalers.unscaling(self._clip.found_inf)
+        with unscaling, self._reduction.meeting(Kind.CLIP, window.num_pending) as meeting:
+            max_norm, norm_type = checked_norm(max_norm, norm_type)
             self._prepare()
-        num_micro_batches, num_addends = self._window.num_pending + 1, 1
-        if self._window.is_last and not self._buffers.sharding.is_sharded:
-            self._average(num_micro_batches)
-        else:  # sums over ranks stay sums until the step: gradients may still arrive
-            num_addends = self._num_addends(num_micro_batches)
-        norm = self._clip.measure(norm_type) / num_addends
-        if self._window.is_last:
-            self._clip.scale(norm, float(max_norm))
-            self._reduction.note_versions()
-        return norm
+            meeting.note = window.has_begun(self._arrival.num_arrivals)
+        self._adoption.let_go()
+        has_begun = meeting.note  # on any rank
+        if not window.is_merging or (window.is_last and has_begun):
+            for waiting in window.clips:
+                self._clip_mean(*waiting, window.num_pending + 1)
+            window.clips = []
+            return self._clip_mean(max_norm, norm_type, window.num_pending + 1)
+        window.clips.append((max_norm, norm_type))
+        return self._clip.measure(norm_type) / self._num_addends(max(1, window.num_pending + has_begun))
 
     # -- what a loop asks
 
@@ -333,18 +387,23 @@ class FusedMainGradOptimizer(StatefulOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler asks this at each step. False: it unscales `.grad`, and calls step() unless it found an inf.
+        # False: a scaler unscales `.grad`, and calls step() unless it found an inf. For anybody else that is all.
+        scaler = asking_scaler()
+        if scaler is not None:
+            self._before_scaled_step(scaler)
+        return False
+
+    def _before_scaled_step(self, scaler: GradScaler) -> None:
         if self._window.is_merging:
             raise RuntimeError(
                 f"GradScaler does not go with gradient_accumulation_steps={self._window.num_micro_batches}: it would "
                 "unscale the partial sum at every micro-batch. Use gradient_accumulation_steps=1, divide the loss by "
                 "k, and call scaler.step() and zero_grad() every k-th micro-batch"
             )
-        if self._buffers.sharding.is_sharded and self._scalers.check_step():
+        if self._buffers.sharding.is_sharded and self._scalers.check_step(scaler):
             unscaling = self._scalers.unscaling(self._clip.found_inf, is_step=True)
-            with torch.no_grad(), unscaling, self._reduction.meeting(Kind.CLIP):
+            with torch.no_grad(), unscaling, self._reduction.meeting(Kind.CLIP, self._window.num_pending):
                 self._prepare()
-        return False
 
     def memory_report(self) -> dict[str, float]:
         """Return bytes as allocated, by kind, and ``bytes_per_param``.
@@ -366,16 +425,20 @@ class FusedMainGradOptimizer(StatefulOptimizer):
 
     def train(self) -> None:
         """Reach the inner optimizer's ``train()`` where it has one (schedule-free), and refresh the model."""
-        self._update.switch(self.param_groups, "train")
+        self._switch("train")
 
     def eval(self) -> None:
         """Reach the inner optimizer's ``eval()`` where it has one (schedule-free), and refresh the model."""
-        self._update.switch(self.param_groups, "eval")
+        self._switch("eval")
+
+    def _switch(self, method: str) -> None:
+        self._adoption.follow(self.param_groups)
+        self._update.switch(self.param_groups, method)
 
     def __getattr__(self, name: str) -> Any:
         """Fall through to the first inner optimizer that has the attribute."""
         if name in GONE_WHEN_UNWRAPPED and "_finalizer" in vars(self):
-            raise RuntimeError("this FusedMainGradOptimizer was unwrapped; step the inner optimizer, or wrap it anew")
+            raise RuntimeError(f"this FusedMainGradOptimizer {self._why_gone}")
         inner = vars(self).get("_inner")
         if inner is not None and not name.startswith("__"):
             for opt in inner.optimizers:

@@ -396,3 +396,23 @@ def checkpoint_wants() -> str | None:
             wants = "template" if is_template or wants == "template" else "parts"
         frame = frame.f_back
     return wants
+
+
+def loaded_empty_group() -> dict[str, Any] | None:
+    """Return the hyper-parameters of the group without parameters in what ``torch.distributed.checkpoint`` loads.
+
+    torch 2.13 looks such a group up under the wrong name where it is not the last one (`_split_optim_state_dict`), and
+    hands on its keys without values, or none.
+
+    Returns:
+        None where it is not among the callers of the ``load_state_dict()`` that calls this, has no such group or
+        several, or was given nothing, as the ranks that a first one broadcasts to.
+    """
+    frame: FrameType | None = sys._getframe(1) if _CHECKPOINT in sys.modules else None
+    while frame is not None:
+        if frame.f_code.co_name == "_load_optim_state_dict":
+            given = frame.f_locals.get("state_dict") or {}
+            empty = [group for group in given.get("param_groups", ()) if not group["params"]]
+            return {k: v for k, v in empty[0].items() if k != "params"} if len(empty) == 1 else None
+        frame = frame.f_back
+    return None

@@ -34,12 +34,12 @@ class StageEdits:
 
     Args:
         buffers: its gradients.
-        settle: a weak bound method that brings back what was launched of them; a division must not miss it.
+        settle: a method, held weakly; brings back what was launched of them; a division must not miss it.
     """
 
-    def __init__(self, buffers: Buffers, settle: weakref.WeakMethod[Callable[[], None]]) -> None:
+    def __init__(self, buffers: Buffers, settle: Callable[[], None]) -> None:
         self._buffers = buffers
-        self._settle = settle
+        self._settle = weakref.WeakMethod(settle)
 
     def listen(self) -> None:
         """Follow all stages from now on, if there can be any."""

@@ -36,14 +36,15 @@ import torch
 
 from fusedopt import dtensor
 from fusedopt.backward import BackwardWatch
-from fusedopt.ballot import Ballot, Says
+from fusedopt.ballot import Ballot, Meeting, Problem, Says
 from fusedopt.buckets import Bucket, Slot
 from fusedopt.buffers import Buffers
 from fusedopt.channel import Address, Kind, meet_all, name_of
-from fusedopt.comm import DataParallelGroup
+from fusedopt.comm import DataParallelGroup, in_words
 from fusedopt.groups import Tally
 from fusedopt.pipelines import StageEdits
 from fusedopt.transport import Parcel, Transport
+from fusedopt.window import WindowLost
 
 MAX_IN_FLIGHT = 2
 """Buckets launched from hooks at once: what overlap may cost in memory."""
@@ -85,7 +86,7 @@ class Reduction:
         self._ballot = Ballot(buffers)
         self._transport = Transport(comm, buffers)
         self._watch = BackwardWatch(self, _meet)
-        self._stage_edits = StageEdits(buffers, weakref.WeakMethod(self._settle_launched))
+        self._stage_edits = StageEdits(buffers, self._settle_launched)
         self.serial = next(_serials)
         if comm.is_open and comm.channel is not None:
             comm.channel.enter(self)
@@ -99,7 +100,8 @@ class Reduction:
         self._may_launch = False
         self._is_paused = False
         self._was_paused = False  # since the last step: then the backward outside no_sync() is the last
-        self._edited: list[Bucket] = []
+        self._edited: list[Bucket] = []  # before they were reduced for other ranks
+        self._meeting = Meeting(Kind.BACKWARD)
 
     # -- what the loop says
 
@@ -116,6 +118,7 @@ class Reduction:
     def cleared(self) -> None:
         """Note that all gradients are cleared through the optimizer."""
         self._ballot.clear()
+        self._edited = []
         for bucket in self._buffers.buckets:
             bucket.is_dirty = False
             if bucket.is_lending:
@@ -269,14 +272,16 @@ class Reduction:
     # -- meeting
 
     @contextlib.contextmanager
-    def meeting(self, kind: Kind) -> Iterator[None]:
+    def meeting(self, kind: Kind, count: int = 0) -> Iterator[Meeting]:
         """Run the body, then `sync`; what the body raises on one rank, all raise."""
-        problem: Exception | None = None
+        meeting = Meeting(kind, count)
         try:
-            yield
+            yield meeting
         except Exception as error:
-            problem = error
-        self.sync(kind, problem)
+            meeting.problem, meeting.weight = in_words(error), _weight_of(error)
+            self.sync(meeting)
+            raise
+        self.sync(meeting)
         shares = self._buffers.shares()
         if shares:
             self._comm.sum_shares_([(e.grad_part, dtensor.share_groups(e.param)) for e in shares])
@@ -284,21 +289,16 @@ class Reduction:
                 entry.slot.end_share(entry.param)
             self.note_versions()
 
-    def sync(self, kind: Kind, problem: Exception | None = None) -> None:
-        """Meet all ranks; see the top of this file. Does nothing for one rank but to raise its problem.
-
-        Args:
-            kind: where this rank is. In a clip or step it goes on until all ranks are there.
-            problem: why this rank cannot go on; then all raise, and no gradient is changed.
+    def sync(self, meeting: Meeting) -> None:
+        """Meet all ranks; see the top of this file. Does nothing for one rank.
 
         Raises:
-            RuntimeError: on all ranks: if one has a problem, gradients were cleared on some ranks only, or ranks
-                call different methods. In the last two cases the window is lost, and gradients are cleared.
+            RuntimeError: if another rank has a problem; on all ranks, if gradients were cleared on some ranks only, or
+                ranks call different methods. In these two cases the window is lost, and gradients are cleared.
         """
         if self._comm.channel is not None:
-            self._comm.channel.meet([self], kind, problem)
-        elif problem is not None:
-            raise problem
+            self._meeting = meeting
+            self._comm.channel.meet([self], meeting.kind, meeting.problem)
 
     @property
     def address(self) -> Address:
@@ -330,10 +330,17 @@ class Reduction:
 
     def say(self, kind: Kind) -> bytes:
         """Return what this rank says in a meeting where ``kind`` is."""
-        self._edited = self.edited_outside() if kind is Kind.BACKWARD else []  # else the step has looked
+        if kind is Kind.BACKWARD:  # maybe for another rank; a clip or step has looked
+            self._edited = self.edited_outside()
         self._mind_failure()
+        meeting = self._meeting if self._meeting.kind is kind else Meeting(kind)
         waiting = {bucket.index for bucket in self._not_launched()}
-        return self._ballot.fill(kind, has_started=self._num_launched > 0, waiting=waiting)
+        return self._ballot.fill(meeting, has_started=self._num_launched > 0, waiting=waiting)
+
+    def refuse(self, heard: bytes) -> None:
+        """Lose the window, if a rank's problem costs that."""
+        if self._ballot.read(heard).problem & Problem.LOSES_WINDOW:
+            self._on_lost()
 
     def serve(self, kind: Kind, heard: bytes) -> bool:
         """Reduce what all ranks together say; return whether all are where this one is."""
@@ -350,9 +357,10 @@ class Reduction:
         self._reduce_dirty(said)
         self._learn_order(said)
         self.note_versions()
-        for bucket in self._edited:  # what came from outside stays an edit
-            bucket.note_edit()
-        return said.all_are(kind)
+        are_all = said.all_are(kind)
+        if are_all and kind is not Kind.BACKWARD:
+            self._meeting.note = said.note
+        return are_all
 
     def _join(self, said: Says) -> None:
         if said.has_started:
@@ -428,7 +436,7 @@ class Reduction:
 
     def _settle_launched(self) -> None:
         if self._num_launched:
-            self.sync(Kind.BACKWARD)
+            self.sync(Meeting(Kind.BACKWARD))
 
     def note_versions(self) -> None:
         """Note that gradients were last written by a backward, or by fusedopt."""
@@ -436,10 +444,23 @@ class Reduction:
             bucket.note_version()
 
     def edited_outside(self) -> list[Bucket]:
-        """Return the buckets whose main_grads something other than a backward or fusedopt wrote into."""
+        """Return the buckets that something other than a backward or fusedopt wrote into, and should not have.
+
+        Under a shard what it found there was a share, and all zero where the content is under way; which it is at times
+        without one, too. Zeros in a share are harmless: ``model.zero_grad(set_to_none=False)``.
+        """
         if self._watch.has_failed or self._comm.world_size == 1:
             return []
-        return [bucket for bucket in self._buffers.buckets if bucket.was_written()]
+        away = set(self._launch_order()[: self._num_launched])
+        written = [bucket for bucket in self._buffers.buckets if bucket.was_written()]
+        if not self._buffers.sharding.is_sharded:
+            return [*self._edited, *(bucket for bucket in written if bucket.index in away)]
+        shares = [b for b in written if b.index in away or (b.grad is not None and bool(b.grad.any()))]
+        return [*self._edited, *shares]
+
+
+def _weight_of(problem: Exception) -> Problem:
+    return Problem.LOSES_WINDOW if isinstance(problem, WindowLost) else Problem.CAN_BE_MENDED
 
 
 def _meet(reductions: Sequence[Reduction]) -> None:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from fusedopt.buffers import Entry
 from fusedopt.dtensor import place_of
-from fusedopt.inner import HAS_STATE, Group, InnerOptimizers, cut_of
+from fusedopt.inner import HAS_STATE, InnerOptimizers, cut_of
+from fusedopt.listing import Group
 from fusedopt.loading import has_own_format, load_in_place
 from fusedopt.parts import REMEDY, Cut, label, take
 from fusedopt.plain import check_plain

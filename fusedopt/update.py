@@ -16,7 +16,8 @@ from fusedopt.buffers import Buffers
 from fusedopt.clip import Clip
 from fusedopt.fused_step import FusedSteps
 from fusedopt.gather import Gather
-from fusedopt.inner import Group, InnerOptimizers, hang_gradients
+from fusedopt.inner import InnerOptimizers, hang_gradients
+from fusedopt.listing import Group
 
 
 class Update:
@@ -119,5 +120,5 @@ class Update:
             self._clip.nonfinite == "skip"
             and self._inner.takes_found_inf
             # SGD(fused=True) leaves an uninitialised momentum behind when its first step is skipped on the device.
-            and not self._inner.would_create_state(self._buffers.with_grad())
+            and not self._inner.would_create_state()
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fusedopt._version import __version__
 from fusedopt.backends import torch_ops
-from fusedopt.backends.offers import FUNCTIONS, Offer, Rule, describe
+from fusedopt.backends.offers import FUNCTIONS, Absent, Offer, Rule, asking
 from fusedopt.backends.selfcheck import fault
 
 ADAPTERS = {"transformer_engine": "te_ops", "apex": "apex_ops", "triton": "triton_ops"}
@@ -95,16 +95,11 @@ def for_weight(weight: Tensor) -> Backend:
 def offer(library: str) -> Offer:
     """Return what ``library`` offers; whatever goes wrong while finding out means that it is absent."""
     try:
-        found: Offer = importlib.import_module(f"{__name__}.{ADAPTERS[library]}").offer()
-    except ModuleNotFoundError as error:
-        return _absent(f"no module named {error.name}")
-    except Exception as error:
-        return _absent(f"looking for it raised {describe(error)}")
+        with asking("looking for it"):
+            found: Offer = importlib.import_module(f"{__name__}.{ADAPTERS[library]}").offer()
+    except Absent as absent:
+        return Offer(None, {}, dict.fromkeys(FUNCTIONS, str(absent)))
     return found
-
-
-def _absent(why: str) -> Offer:
-    return Offer(None, {}, dict.fromkeys(FUNCTIONS, why))
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fusedopt.backends import lists
 from fusedopt.backends.lists import Launch
-from fusedopt.backends.offers import FUNCTIONS, Absent, Adam, Offer, Sgd, Spans, load, version_of
+from fusedopt.backends.offers import FUNCTIONS, Absent, Adam, Offer, Sgd, Spans, asking, load, version_of
 
 CHUNK_NUMEL = 65536
 """Elements per thread block; apex.multi_tensor_apply's own choice."""
@@ -68,8 +68,9 @@ def _is_nvidias() -> bool | None:
     if "apex.multi_tensor_apply" in sys.modules:
         return True
     try:
-        spec = importlib.util.find_spec("apex")
-    except (ImportError, ValueError):  # ValueError: something in sys.modules that was not imported
+        with asking("looking for apex"):  # ValueError: something in sys.modules that was not imported
+            spec = importlib.util.find_spec("apex")
+    except Absent:
         return False
     if spec is None:
         return None

@@ -7,8 +7,9 @@ Knows no library.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -89,33 +90,55 @@ class Absent(Exception):
     """Says why a library, or a function of it, is not there."""
 
 
+@contextlib.contextmanager
+def asking(doing: str) -> Iterator[None]:
+    """Run what a foreign library does while it is asked what it offers: whatever it raises means that it is absent.
+
+    Broken installations raise anything, SystemExit included. KeyboardInterrupt is the user's.
+
+    Args:
+        doing: what the body does: ``"importing amp_C"``.
+
+    Raises:
+        Absent: why, in one line.
+    """
+    try:
+        yield
+    except (Absent, KeyboardInterrupt):
+        raise
+    except ModuleNotFoundError as error:
+        raise Absent(f"no module named {error.name}") from error
+    except BaseException as error:
+        raise Absent(f"{doing} raised {describe(error)}") from error
+
+
 def load(module: str, *symbols: str) -> list[Any]:
     """Import ``module`` and return its ``symbols``.
 
     Raises:
-        Absent: whatever went wrong, in one line. Broken installations raise anything, not ImportError alone.
+        Absent: whatever went wrong, in one line.
     """
-    try:
+    with asking(f"importing {module}"):
         loaded = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise Absent(f"no module named {error.name}") from error
-    except Exception as error:
-        raise Absent(f"importing {module} raised {describe(error)}") from error
-    missing = [symbol for symbol in symbols if not hasattr(loaded, symbol)]
-    if missing:
-        raise Absent(f"{module} has no {', '.join(missing)}")
-    return [getattr(loaded, symbol) for symbol in symbols]
+        missing = [symbol for symbol in symbols if not hasattr(loaded, symbol)]  # a lazy module imports here
+        if missing:
+            raise Absent(f"{module} has no {', '.join(missing)}")
+        return [getattr(loaded, symbol) for symbol in symbols]
 
 
 def version_of(distribution: str) -> str | None:
     """Return the installed version of ``distribution``, or None."""
     try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
+        with asking("reading its version"):
+            return metadata.version(distribution)
+    except Absent:
         return None
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """Return kind and first line of ``error``."""
-    lines = str(error).splitlines()
+    try:
+        lines = str(error).splitlines()
+    except Exception:  # an exception of a broken library's own
+        lines = []
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

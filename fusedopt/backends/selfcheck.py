@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fusedopt.backends import torch_ops
-from fusedopt.backends.offers import Adam, Spans, describe
+from fusedopt.backends.offers import Absent, Adam, Spans, asking
 
 NUMEL = 2048
 STEP_TOLERANCE = 1e-5
@@ -33,9 +33,10 @@ def fault(function: str, run: Callable[..., Any], device: torch.device, dtype: t
         dtype: of low-precision operands, bfloat16 or float16.
     """
     try:
-        return _QUESTIONS[function](run, device, dtype)
-    except Exception as error:
-        return f"its self-check raised {describe(error)}"
+        with asking("its self-check"):
+            return _QUESTIONS[function](run, device, dtype)
+    except Absent as absent:
+        return str(absent)
 
 
 def _wgrad(run: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> str | None:

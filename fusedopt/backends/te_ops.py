@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fusedopt.backends import lists
 from fusedopt.backends.lists import Launch
-from fusedopt.backends.offers import FUNCTIONS, Absent, Adam, Offer, Sgd, Spans, load, version_of
+from fusedopt.backends.offers import FUNCTIONS, Absent, Adam, Offer, Sgd, Spans, asking, load, version_of
 
 PACKAGE = "transformer_engine.pytorch"
 GEMM_KEYWORDS = ("layout", "grad", "out", "out_dtype", "accumulate")
@@ -81,10 +81,8 @@ def _gemm() -> Callable[[Tensor, Tensor, Tensor, bool], None]:
         Absent: if this release's general_gemm lacks a parameter, or wants one that is not known here.
     """
     (general_gemm,) = load(f"{PACKAGE}.cpp_extensions", "general_gemm")
-    try:
+    with asking("reading the signature of general_gemm"):
         parameters = inspect.signature(general_gemm).parameters
-    except (TypeError, ValueError) as error:
-        raise Absent(f"the signature of general_gemm cannot be read: {error}") from error
     lacking = [name for name in GEMM_KEYWORDS if name not in parameters]
     if lacking:
         raise Absent(f"general_gemm of this release has no parameter {', '.join(lacking)}")
@@ -108,7 +106,8 @@ def _workspace(*, is_needed: bool) -> Callable[[], Tensor] | None:
     """Return what gives older releases' general_gemm its workspace; per device, kept by Transformer Engine."""
     try:
         (get_workspace,) = load(f"{PACKAGE}.module.base", "get_workspace")
-        wanted = [p.name for p in inspect.signature(get_workspace).parameters.values() if p.default is p.empty]
+        with asking("reading the signature of get_workspace"):
+            wanted = [p.name for p in inspect.signature(get_workspace).parameters.values() if p.default is p.empty]
         if wanted:
             raise Absent(f"get_workspace of this release wants {', '.join(wanted)}")
     except Absent as absent:

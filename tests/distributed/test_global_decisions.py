@@ -218,32 +218,6 @@ def test_nonfinite_raise_names_the_parameter_on_all_ranks_and_training_goes_on(s
 # -- edits from outside, and loss scalers
 
 
-def clip_with_stock_under_a_shard(rank, who):
-    pair = Pair(rank, 2, Settings("optimizer"))
-    texts = []
-    for number in range(3):
-        pair.backward(number)
-        if number == 1 and rank in who:
-            nn.utils.clip_grad_norm_(pair.net.parameters(), 1.0)
-        try:
-            pair.optimizer.step()
-            pair.one.step(pair.optimizer.grad_norm)
-        except RuntimeError as error:
-            texts.append((number, str(error)))
-        pair.compare(f"window {number}")
-        pair.clear()
-    return pair.problems, texts
-
-
-@pytest.mark.parametrize("who", [(0, 1), (1,)], ids=["all ranks", "one rank"])
-def test_stock_clip_under_a_shard_raises_on_all_ranks_in_the_step_and_names_the_remedy(who):
-    for problems, texts in run(clip_with_stock_under_a_shard, 2, who):
-        assert problems == []
-        assert [number for number, _ in texts] == [1]
-        assert "optimizer.clip_grad_norm_" in texts[0][1]
-        assert "blocks." in texts[0][1]
-
-
 def use_stock_scaler_under_a_shard(rank, shard):
     pair = Pair(rank, 2, Settings(shard, dtype=torch.float16))
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)

@@ -411,10 +411,10 @@ def test_wild_programs_are_exact_or_raise_on_all_ranks(world_size):
 # -- what cannot be exact raises on all ranks, and training goes on
 
 
-def raised_by(action):
+def raised_by(action, kinds=RuntimeError):
     try:
         action()
-    except RuntimeError as error:
+    except kinds as error:
         return str(error)
     return None
 
@@ -594,6 +594,32 @@ def test_a_backward_that_begins_while_another_thread_is_in_a_meeting_is_refused(
     (problems, text), (others, _) = run(a_backward_beside_a_meeting, 2)
     assert problems == others == []
     assert "a backward begins while another thread is in step() of optimizer 0" in text
+
+
+def groups_that_differ(rank, what):
+    """One rank's group is refused, or another one than rank 0's; then all add an equal one."""
+    several = Several(rank, 2, "none")
+    several.plain_windows()
+    wrapper = several.wrappers[0]
+    params = several.params[0]["p0.first"] if rank == 1 and what == "refused" else nn.Parameter(torch.zeros(3 + rank))
+    text = raised_by(lambda: wrapper.add_param_group({"params": [("extra", params)]}), (RuntimeError, ValueError))
+    assert [len(group["params"]) for group in wrapper.param_groups] == [1, 1]
+    several.plain_windows()
+    last = nn.Parameter(torch.full((3,), 1.0 + rank))
+    wrapper.add_param_group({"params": [("last", last)]})
+    (last * 12.0 * (1 + rank)).sum().backward()
+    wrapper.step()
+    return several.problems, text, last.tolist()
+
+
+@pytest.mark.parametrize(
+    ("what", "says"), [("refused", "already has a main_grad"), ("other", "where rank 0 has extra (torch.float32, (3,)")]
+)
+def test_a_group_that_one_rank_refuses_is_added_on_none(what, says):
+    for problems, text, last in run(groups_that_differ, 2, what):
+        assert problems == []
+        assert says in text
+        assert last == [1.0 - LR * 18.0] * 3
 
 
 # -- groups

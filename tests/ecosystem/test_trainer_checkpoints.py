@@ -74,6 +74,15 @@ def test_resume_is_bit_exact_under_every_save_strategy(tmp_path, strategy, dtype
     assert len(cases.outcome_of(whole_run).norms) == whole_run.state.global_step
 
 
+@pytest.mark.parametrize("max_grad_norm", [0.01, 1e6], ids=["clip binds", "clip does not bind"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_trainers_default_optimizer_resumes_bit_exact(tmp_path, dtype, max_grad_norm):
+    settings = {**EVERY_STEP, "optim": "adamw_torch_fused", "max_grad_norm": max_grad_norm}
+    whole_run = train(FusedOptTrainer, tmp_path, dtype, **settings)
+    resumed = train(FusedOptTrainer, tmp_path / "again", dtype, resume=first_checkpoint(tmp_path), **settings)
+    cases.assert_same(cases.outcome_of(resumed), cases.outcome_of(whole_run))
+
+
 def test_without_its_main_params_a_resumed_run_would_differ(tmp_path):
     """The test above can fail: a bf16 model alone does not hold what the optimizer goes on from."""
     whole_run = train(FusedOptTrainer, tmp_path, **EVERY_STEP)

@@ -7,6 +7,7 @@ results are in tests/adapter_cases.py, for tests/gpu to run on the real librarie
 import inspect
 import math
 import sys
+import types
 
 import adapter_cases
 import pytest
@@ -21,7 +22,7 @@ from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
 from fusedopt.backends import apex_ops, lists, te_ops, torch_ops
-from fusedopt.backends.offers import FUNCTIONS, Sgd, Spans
+from fusedopt.backends.offers import FUNCTIONS, Absent, Sgd, Spans, load, version_of
 from fusedopt.backends.selfcheck import fault
 
 ADAPTERS = {"apex": (apex_ops, apex_installed), "te": (te_ops, te_installed)}
@@ -161,7 +162,12 @@ def test_a_missing_symbol_costs_its_function_only(symbol, function, adapters):
 
 
 @pytest.mark.parametrize(
-    "error", [OSError("libc10_cuda.so: cannot open"), RuntimeError("no CUDA\nsecond line"), KeyError()]
+    "error",
+    [
+        *(OSError("libc10_cuda.so: cannot open"), RuntimeError("no CUDA\nsecond line"), KeyError()),
+        *(SystemExit("needs a GPU"), GeneratorExit(), BaseException("no more")),
+    ],
+    ids=repr,
 )
 def test_an_import_that_raises_anything_means_absent_with_the_reason(error):
     text = f"{type(error).__name__}: {error.args[0].splitlines()[0]}" if error.args else type(error).__name__
@@ -173,6 +179,58 @@ def test_an_import_that_raises_anything_means_absent_with_the_reason(error):
         found = apex_ops.offer()
     assert list(found.functions) == ["wgrad_accumulate_"]
     assert found.missing["norm"] == f"importing amp_C raised {text}"
+
+
+def test_an_interrupt_while_a_library_is_imported_is_the_users():
+    with te_installed(broken=KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        te_ops.offer()
+    with apex_installed(broken=KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        apex_ops.offer()
+
+
+def test_a_lazy_module_that_breaks_at_the_symbol_is_absent_with_the_reason(monkeypatch):
+    def breaks(name):
+        raise SystemExit(f"{name} needs a GPU")
+
+    lazy = types.ModuleType("lazy_library")
+    lazy.__getattr__ = breaks
+    monkeypatch.setitem(sys.modules, "lazy_library", lazy)
+    with pytest.raises(Absent, match=r"^importing lazy_library raised SystemExit: kernel needs a GPU$"):
+        load("lazy_library", "kernel")
+
+
+class Unreadable:
+    """A function whose signature raises where it is read."""
+
+    @property
+    def __signature__(self):
+        raise SystemExit("not now")
+
+    def __call__(self):
+        raise NotImplementedError
+
+
+def test_a_signature_that_raises_anything_costs_its_function_only(monkeypatch):
+    with te_installed():
+        monkeypatch.setattr(sys.modules["transformer_engine.pytorch.cpp_extensions"], "general_gemm", Unreadable())
+        found = te_ops.offer()
+    assert set(found.functions) == set(OFFERED) - {"wgrad_accumulate_"}
+    assert found.missing["wgrad_accumulate_"] == "reading the signature of general_gemm raised SystemExit: not now"
+
+
+def test_a_finder_and_metadata_that_raise_anything_mean_absent(monkeypatch):
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            if name == "apex":
+                raise SystemExit("no finder")
+
+        def find_distributions(self, context=None):
+            raise SystemExit("no metadata")
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "apex", raising=False)
+    assert apex_ops.offer().functions == {}
+    assert version_of("transformer_engine") is None
 
 
 def put_distribution(monkeypatch, folder, version, *packages, init=""):

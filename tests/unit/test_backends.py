@@ -103,7 +103,16 @@ def test_an_added_group_asks_the_same_backend_before_anything_changes(installed,
     assert not hasattr(added.weight, "main_grad")
 
 
-@pytest.mark.parametrize("error", [OSError("libcudart.so.12: cannot open"), RuntimeError("no driver"), KeyError("x")])
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("an exception that cannot even be printed")
+
+
+BROKEN = [OSError("libcudart.so.12: cannot open"), RuntimeError("no driver"), KeyError("x"), Mute()]
+BROKEN += [SystemExit(1), GeneratorExit(), StopIteration(), BaseException("torn down")]
+
+
+@pytest.mark.parametrize("error", BROKEN, ids=lambda error: type(error).__name__)
 def test_whatever_a_broken_installation_raises_means_absent_with_that_reason(monkeypatch, error):
     def broken(module, *symbols):
         raise error
@@ -117,6 +126,33 @@ def test_whatever_a_broken_installation_raises_means_absent_with_that_reason(mon
     assert found.version is None
     assert set(found.missing) == set(FUNCTIONS)
     assert all(type(error).__name__ in why for why in found.missing.values())
+
+
+def test_an_interrupt_at_probing_is_the_users(monkeypatch, installed):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    installed("apex", {"wgrad_accumulate_": interrupted})
+    with pytest.raises(KeyboardInterrupt):
+        resolve("apex", CPU, BF16)
+    monkeypatch.setattr(backends.importlib, "import_module", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backends.offer("triton")
+
+
+def test_a_triton_that_exits_at_import_is_reported_as_absent(monkeypatch):
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            if name == "fusedopt.backends.triton_ops":
+                raise SystemExit("no LLVM")
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "fusedopt.backends.triton_ops", raising=False)
+    monkeypatch.delattr(backends, "triton_ops", raising=False)
+    (row,) = [row for row in backends.report().libraries if row[0] == "triton"]
+    assert row == ("triton", "absent", "nothing", "looking for it raised SystemExit: no LLVM")
+    with pytest.raises(RuntimeError, match="looking for it raised SystemExit: no LLVM"):
+        resolve("triton", CPU, BF16)
 
 
 def test_a_missing_module_and_a_missing_symbol_are_named():
@@ -174,6 +210,17 @@ def test_the_self_check_tells_right_from_wrong(function):
         assert selfcheck.fault(function, getattr(torch_ops, function), CPU, torch.float16) is None
     for run in wrong(function):
         assert "self-check" in selfcheck.fault(function, run, CPU, BF16)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit("gone"), BaseException("gone")], ids=repr)
+def test_a_function_that_exits_in_its_self_check_is_passed_over(installed, error):
+    def exits(*args, **kwargs):
+        raise error
+
+    installed("apex", {"wgrad_accumulate_": exits})
+    assert resolve("auto", CPU, BF16) == Backend()
+    why = backends._why_not("apex", "wgrad_accumulate_", CPU, BF16)
+    assert why == f"its self-check raised {type(error).__name__}: {error}"
 
 
 def test_a_function_that_raises_in_its_self_check_is_passed_over_by_name(installed):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 import fusedopt
@@ -266,3 +267,31 @@ def test_a_users_function_breaks_the_graph_and_is_right(backend):
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(model, backend=backend, fullgraph=True)(x)
+
+
+class Plain(torch.optim.Optimizer):
+    """Somebody's own optimizer: no graph break in its step, as torch's have one."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=0.5)
+
+
+def test_an_inner_step_compiles_as_one_graph_and_global_hooks_fire_with_the_wrapper_alone():
+    layer = nn.Linear(4, 4)
+    inner = Plain(layer.parameters())
+    optimizer = fusedopt.FusedMainGradOptimizer(inner)
+    inner.step = torch.compile(inner.step, fullgraph=True, backend="eager")
+    seen = []
+    handle = register_optimizer_step_post_hook(lambda opt, args, kwargs: seen.append(opt))
+    for _ in range(3):
+        layer(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.remove()
+    assert [opt is optimizer for opt in seen] == [True] * 3
+    assert counters["stats"]["unique_graphs"] == 1

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusedopt import config
 from fusedopt.config import MainGradConfig
 
 FIELDS = {  # its default; then another value, as text and as what the text means
@@ -193,13 +194,20 @@ def test_only_from_file_and_from_env_read_the_environment_and_nothing_writes_it(
     [
         ("gradient_accumulation_steps", [0, -3, True, "", None], "a whole number of at least 1", 1),
         ("gradient_accumulation_steps", [2.5, "2.5"], "a whole number of at least 1", 2),
-        ("max_grad_norm", [0, -1.0, math.nan, True, 10**400, "big"], "or None to switch clipping off", None),
+        ("max_grad_norm", [0, -1.0, "-1", False, "off"], "or None to switch clipping off", None),
         ("bucket_mib", [0, "-1", True], "from 1 to 4096", 1),
         ("bucket_mib", [4097, "9000", math.inf], "4096 MiB * 2**20 bytes / 4 bytes per fp32 element", 4096),
         ("bucket_mib", ["large", None, [64]], "= 2**30 elements", 128),
         ("fused_linear", ["ture", "tru"], "1/0, true/false, yes/no, on/off", "true"),
-        ("fused_linear", [2, 1.0, None], "1/0, true/false, yes/no, on/off", False),
-        ("nonfinite", ["skipp", None, False], "'skip', 'raise', 'ignore'", "skip"),
+        ("fused_linear", [1.0, "enabled", "Y"], "1/0, true/false, yes/no, on/off", "true"),
+        ("fused_linear", [0.0, "disable", "flase"], "1/0, true/false, yes/no, on/off", "false"),
+        ("nonfinite", ["skipp", "warn"], "'skip', 'raise', 'ignore'", "skip"),
+        ("nonfinite", ["error", "Fail"], "'skip', 'raise', 'ignore'", "raise"),
+        ("backend", ["te", "TE"], "'apex', 'transformer_engine'", "transformer_engine"),
+        ("backend", ["pytorch", "ATen", "eager"], "'auto', 'torch'", "torch"),
+        ("shard", [0, "0", None, False, "ZeRO-0", "stage0", "no_shard"], "'none', 'optimizer', 'gradients'", "none"),
+        ("shard", [1, "1", "zero1", "ZeRO-1", "zero 1", "os", "optim", "stage1"], "one of 'none'", "optimizer"),
+        ("shard", [2, "2", "zero2", "ZeRO-2", "os_g", "stage2", "SHARD_GRAD_OP", "grads"], "one of", "gradients"),
         (
             "backend",
             ["transformerengine", "Transformer-Engine"],
@@ -216,6 +224,123 @@ def test_a_bad_value_is_refused_by_what_was_found_what_is_needed_and_what_to_do(
         assert problem.startswith(f"{name}={value!r} (keyword): needed ")
         assert needed in problem
         assert problem.endswith(f"; use {remedy!r}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("max_grad_norm", value) for value in (math.nan, True, 10**400, "big", [1.0])),
+        *(("fused_linear", value) for value in (2, None, "maybe", [])),
+        *(("nonfinite", value) for value in (None, False, True, "zero", 0)),
+        *(("backend", value) for value in ("bf16", "cuda", 1, True)),
+        *(("shard", value) for value in ("yes please", 4, -1, "ddp", [])),
+        *(("shard_by", value) for value in (1, "rows", True)),
+    ],
+    ids=str,
+)
+def test_a_value_that_means_nothing_known_gets_no_suggestion(name, value):
+    (problem,) = problems(MainGradConfig, **{name: value})
+    assert problem.startswith(f"{name}={value!r} (keyword): needed ")
+    assert ";" not in problem
+
+
+@pytest.mark.parametrize("value", [3, "3", "zero3", "ZeRO-3", "stage_3", "p_g_os", "FULL_SHARD", True, "parameters"])
+def test_a_third_stage_of_zero_is_sent_to_fsdp2_not_to_another_stage(value):
+    (problem,) = problems(MainGradConfig, shard=value)
+    assert problem.endswith("3 is torch's fully_shard (FSDP2), with shard='none'")
+    assert "use '" not in problem
+
+
+def test_auto_where_nobody_fills_it_in_is_told_so(tmp_path):
+    path = write(tmp_path, "config.yaml", "max_grad_norm: auto\nbucket_mib: auto\nshard: auto\nfused_linear: auto")
+    found = {line.split("=")[0]: line for line in problems(MainGradConfig.from_file, path, environ={})}
+    assert len(found) == 4
+    assert "'auto' stands for the Trainer's or Accelerator's own value" in found["max_grad_norm"]
+    assert found["max_grad_norm"].endswith("write a value here")
+    assert found["bucket_mib"].endswith("; leave it out for the default, 128")
+    assert found["shard"].endswith("; leave it out for the default, 'none'")
+    assert found["fused_linear"].endswith("; leave it out for the default, False")
+
+
+def test_a_process_groups_backend_is_told_from_ours():
+    assert problems(MainGradConfig, backend="nccl")[0].endswith("init_process_group(backend=...)")
+
+
+MEANT = {
+    "max_grad_norm": ["gradient_clipping", "clip_grad", "max_norm", "clip", "gradient_clip_val", "clip-grad"],
+    "gradient_accumulation_steps": ["gradient_accumulation", "accumulate_grad_batches", "num_micro_batches", "k_steps"],
+    "gradient_average": ["avg"],
+    "nonfinite": ["check_for_nan_in_grad", "error_if_nonfinite"],
+    "fused_linear": ["gradient_accumulation_fusion", "fuse_wgrad_accumulation", "enable_linear_fused_grad_add"],
+    "shard": ["zero_stage", "stage", "zero_optimization", "sharding", "use_distributed_optimizer", "fsdp"],
+    "shard_by": ["split_param", "shardby"],
+    "bucket_mib": ["reduce_bucket_size", "bucket_cap_mb", "ddp_bucket_size", "sharding_comm_buffer_size_MB"],
+    "overlap_grad_reduce": ["overlap_comm", "overlap_grad_sync", "overlap_grad_reduces", "overlap_gradient_reduce"],
+    "overlap_param_gather": ["overlap_param_sync", "enable_stage1_allgather_overlap"],
+    "broadcast_params": ["init_sync", "broadcast_parameters"],
+}
+
+
+@pytest.mark.parametrize(("field", "names"), MEANT.items(), ids=MEANT)
+def test_another_projects_name_is_answered_with_the_field_that_it_means_on_every_road(tmp_path, field, names):
+    for name in names:
+        path = write(tmp_path, "config.json", json.dumps({name: 1}))
+        variable = f"FUSEDOPT_{name.upper()}"
+        roads = [
+            (problems(MainGradConfig.from_dict, {name: 1}), field),
+            (problems(MainGradConfig.from_file, path, environ={}), field),
+            (problems(MainGradConfig.from_dict, {}, **{name: 1}), field),
+            (problems(MainGradConfig.from_env, {variable: "1"}), f"FUSEDOPT_{field.upper()}"),
+        ]
+        for (problem,), expected in roads:
+            assert f"found an unknown name, needed a field's; use {expected!r}" in problem, name
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (["bf16", "fp16", "mixed_precision", "precision", "torch_dtype"], "cast the model (model.bfloat16())"),
+        (["grad_accum_dtype", "grad_reduce_in_fp32", "master_weights", "master_grad"], "are fp32 whatever"),
+        (["lr", "weight_decay", "fused"], "belongs to the inner optimizer"),
+        (["loss_scale"], "ShardedGradScaler"),
+        (["offload_optimizer"], "nothing is offloaded"),
+        (["process_group", "mesh"], "give it to FusedMainGradOptimizer itself"),
+        (["gradient_checkpointing"], "fusedopt.recompute.apply"),
+        (["main_grad"], "--main_grad"),
+    ],
+    ids=lambda item: item if isinstance(item, str) else "",
+)
+def test_a_name_for_which_there_is_no_setting_is_answered_with_what_to_do_instead(names, why):
+    for name in names:
+        for problem in (
+            *problems(MainGradConfig.from_dict, {name: 1}),
+            *problems(MainGradConfig.from_env, {f"FUSEDOPT_{name.upper()}": "1"}),
+        ):
+            assert "found an unknown name; there is no such setting: " in problem
+            assert why in problem
+            assert "; use '" not in problem
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "seed", "frobnicate", "x", "", "gradient", "overlap"])
+def test_a_name_that_is_near_to_none_gets_the_list_of_fields_and_no_guess(name):
+    for problem in (*problems(MainGradConfig.from_dict, {name: 1}),):
+        assert problem.endswith(f"needed one of {', '.join(DEFAULTS)}")
+    variables = ", ".join(f"FUSEDOPT_{field.upper()}" for field in DEFAULTS)
+    assert problems(MainGradConfig.from_env, {f"FUSEDOPT_{name}": "1"})[0].endswith(f"needed one of {variables}")
+
+
+def test_the_tables_of_other_names_hold_no_field_and_no_name_twice():
+    rows = [names.split() for _, _, names in config._OTHER_NAMES]
+    rows += [names.split() for names in config._NO_SETTING.values()]
+    names = [name for row in rows for name in row]
+    assert len(set(names)) == len(names)
+    assert not set(names) & set(DEFAULTS)
+    assert {field for field, _, _ in config._OTHER_NAMES} <= set(DEFAULTS)
+    for field, values in config._OTHER_VALUES.items():
+        valid = next(spec.metadata["valid"] for spec in dataclasses.fields(MainGradConfig) if spec.name == field)
+        words = [word for others in values.values() for word in others.split()]
+        assert len(set(words)) == len(words)
+        assert not set(words) & set(valid)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +377,7 @@ def test_all_problems_of_all_sources_are_reported_together_with_their_origin(tmp
         ("backend='tritn' (environment variable FUSEDOPT_BACKEND)", "use 'triton'"),
         (f"shard='gradient' (file {path})", "use 'gradients'"),
         ("bucket_mib=0 (keyword)", "use 1"),
-        (f"overlap_param_gather=3 (file {path})", "use False"),
+        (f"overlap_param_gather=3 (file {path})", "needed one of 1/0, true/false, yes/no, on/off"),
         ("gradient_average=False (environment variable FUSEDOPT_GRADIENT_AVERAGE)", "drop gradient_average"),
     ]
     assert len(found) == len(expected)

@@ -58,7 +58,7 @@ def test_the_readme_shows_the_diff_on_its_first_screen():
 @pytest.mark.parametrize(
     ("file", "num_blocks", "printed"),
     [
-        ("docs/usage.md", 6, "gradient norm"),
+        ("docs/usage.md", 7, "gradient norm"),
         ("docs/custom-layers.md", 3, ""),
         ("docs/checkpoint.md", 5, ""),
         ("docs/zero.md", 1, ""),

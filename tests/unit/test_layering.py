@@ -15,7 +15,7 @@ import fusedopt
 PACKAGE = Path(fusedopt.__file__).parent
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_CORE_LINES = 10000
+MAX_CORE_LINES = 11000
 MAX_ADAPTER_LINES = 2500
 MAX_INTEGRATION_LINES = 2000
 
@@ -37,21 +37,10 @@ INTEGRATIONS = (
     *("integrations.transformers", "integrations.accelerate", "integrations.scaling", "integrations.versions"),
 )
 WIRED_BY_THE_OPTIMIZER = (
-    *(
-        "config",
-        "layout",
-        "comm",
-        "dtensor",
-        "checks",
-        "backends",
-        "buckets",
-        "buffers",
-        "channel",
-        "arrival",
-        "window",
-    ),
+    *("config", "layout", "comm", "dtensor", "checks", "backends", "buckets", "buffers", "channel", "arrival"),
+    "window",
     *("compiling", "reduction", "gather", "amp", "clip", "inner", "adoption", "probe", "replicas", "update", "state"),
-    *("stateful", "state_view"),
+    *("stateful", "state_view", "listing", "holders", "stock_clip"),
 )
 INTEGRATION_IMPORTS = ("optimizer", "convert", "recompute", "config", "replicas")
 
@@ -62,7 +51,8 @@ TABLE = {
     "config": Row(0, lazily=("yaml",)),
     "layout": Row(0),
     "planner": Row(1, ("layout",)),
-    "checks": Row(1, ("config", "dtensor"), ("torch",)),
+    "holders": Row(0),
+    "checks": Row(1, ("config", "dtensor", "holders"), ("torch",)),
     "main_grad": Row(1, ("dtensor",), ("torch",)),
     "groups": Row(0, (), ("torch", "torch.distributed")),
     "channel": Row(1, ("groups",), ("torch", "torch.distributed")),
@@ -87,6 +77,7 @@ TABLE = {
     "arrival": Row(5, ("dtensor", "buckets", "buffers", "checks", "main_grad"), ("torch",)),
     "compiling": Row(5, ("buffers",), ("torch",)),
     "window": Row(5, ("buffers",), ("torch",)),
+    "stock_clip": Row(5, ("buffers",), ("torch",)),
     "ballot": Row(5, ("buckets", "buffers", "channel")),
     "transport": Row(5, ("buckets", "buffers", "comm"), ("torch",)),
     "pipelines": Row(5, ("buffers", "backends.torch_ops")),
@@ -94,45 +85,50 @@ TABLE = {
         6,
         (
             *("dtensor", "groups", "channel", "backward", "ballot", "buckets", "buffers", "comm", "pipelines"),
-            "transport",
+            *("transport", "window"),
         ),
         ("torch",),
     ),
     "gather": Row(5, ("buckets", "buffers", "comm"), ("torch",)),
-    "amp": Row(5, ("buckets", "buffers"), ("torch",)),
+    "amp": Row(6, ("buckets", "buffers", "window"), ("torch",)),
     "clip": Row(5, ("buffers", "comm", "backends", "backends.torch_ops"), ("torch",)),
     "parts": Row(4, ("dtensor", "layout", "pieces"), ("torch",)),
-    "scratch": Row(2, ("main_grad",), ("torch",)),
+    "scratch": Row(2, ("main_grad",), ("torch", "numpy")),
     "plain": Row(1, (), ("torch",)),
     "loading": Row(1, (), ("torch",)),
-    "inner": Row(5, ("dtensor", "buffers", "parts", "scratch"), ("torch",)),
+    "guard": Row(1, (), ("torch",)),
+    "listing": Row(1, (), ("torch",)),
+    "inner": Row(5, ("dtensor", "buffers", "guard", "listing", "parts", "scratch"), ("torch",)),
+    "membership": Row(6, ("checks", "inner", "listing"), ("torch",)),
     "linear": Row(5, ("main_grad", "autograd", "backends"), ("torch",)),
-    "adoption": Row(6, ("checks", "buffers", "arrival", "gather", "inner"), ("torch",)),
-    "probe": Row(6, ("dtensor", "inner", "scratch"), ("torch",)),
-    "fused_step": Row(5, ("backends", "backends.offers", "buffers"), ("torch",)),
+    "adoption": Row(
+        7, ("checks", "buffers", "arrival", "gather", "inner", "listing", "membership", "stock_clip"), ("torch",)
+    ),
+    "probe": Row(6, ("dtensor", "inner", "scratch"), ("torch", "numpy")),
+    "fused_step": Row(5, ("backends", "backends.offers", "buffers", "guard"), ("torch",)),
     "state_view": Row(6, ("inner", "pieces"), ("torch",)),
-    "update": Row(6, ("buffers", "clip", "fused_step", "gather", "inner"), ("torch",)),
-    "state": Row(6, ("dtensor", "buffers", "inner", "loading", "parts", "plain"), ("torch",)),
+    "update": Row(6, ("buffers", "clip", "fused_step", "gather", "inner", "listing"), ("torch",)),
+    "state": Row(6, ("dtensor", "buffers", "inner", "listing", "loading", "parts", "plain"), ("torch",)),
     "consolidation": Row(6, ("layout", "pieces", "parts", "comm"), ("torch",)),
     "stateful": Row(
-        7,
+        8,
         (
             *("config", "comm", "buffers", "arrival", "gather", "clip", "inner", "adoption", "state", "pieces"),
-            *("consolidation", "plain", "scratch"),
+            *("consolidation", "holders", "listing", "plain", "scratch", "state_view", "window"),
         ),
         ("torch",),
     ),
     "recompute": Row(6, (), ("torch",)),
     "convert": Row(6, ("linear",), ("torch",)),
-    "optimizer": Row(8, WIRED_BY_THE_OPTIMIZER, ("torch",)),
-    "integrations": Row(9),
+    "optimizer": Row(9, WIRED_BY_THE_OPTIMIZER, ("torch",)),
+    "integrations": Row(10),
     "integrations.versions": Row(1, (), ("torch",)),
-    "integrations.arguments": Row(9, INTEGRATION_IMPORTS, ("torch",)),
+    "integrations.arguments": Row(10, INTEGRATION_IMPORTS, ("torch",)),
     "integrations.scaling": Row(1, (), (), lazily=("accelerate",)),
-    "integrations.refusals": Row(9, ("integrations.versions",), ("torch",)),
-    "integrations.resume": Row(9, INTEGRATION_IMPORTS, ("torch",), lazily=("accelerate",)),
+    "integrations.refusals": Row(10, ("integrations.versions",), ("torch",)),
+    "integrations.resume": Row(10, INTEGRATION_IMPORTS, ("torch",), lazily=("accelerate",)),
     "integrations.trainer": Row(
-        10,
+        11,
         (
             *(*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals", "integrations.resume"),
             *("integrations.scaling", "integrations.versions"),
@@ -141,7 +137,7 @@ TABLE = {
         lazily=("transformers",),
     ),
     "integrations.transformers": Row(
-        11,
+        12,
         (
             *(*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals", "integrations.trainer"),
             "integrations.versions",
@@ -150,7 +146,7 @@ TABLE = {
         lazily=("transformers",),
     ),
     "integrations.accelerate": Row(
-        11,
+        12,
         (
             *(*INTEGRATION_IMPORTS, "integrations.arguments", "integrations.refusals", "integrations.scaling"),
             "integrations.versions",
@@ -158,9 +154,9 @@ TABLE = {
         ("torch",),
         lazily=("accelerate",),
     ),
-    "__main__": Row(9, ("_version", "config", "planner", "backends"), ("torch",)),
+    "__main__": Row(10, ("_version", "config", "planner", "backends"), ("torch",)),
 }
-TABLE[""] = Row(12, tuple(TABLE))  # fusedopt/__init__.py: the public names of all above
+TABLE[""] = Row(13, tuple(TABLE))  # fusedopt/__init__.py: the public names of all above
 
 OPTIONAL_LIBRARIES = {"transformers", "accelerate", "yaml", "safetensors", "triton", "apex", "transformer_engine"}
 MAY_IMPORT_DISTRIBUTED = ("groups", "channel", "comm", "dtensor", "pieces")
@@ -324,7 +320,7 @@ DOCSTRING = '"""Docstring."""\n'
     ("path", "source", "problem"),
     [
         ("arrival.py", "from fusedopt.inner import Group", "level 5, from level 5"),
-        ("buffers.py", "from fusedopt.optimizer import FusedMainGradOptimizer", "level 8, from level 4"),
+        ("buffers.py", "from fusedopt.optimizer import FusedMainGradOptimizer", "level 9, from level 4"),
         ("buffers.py", "import fusedopt.clip", "level 5, from level 4"),
         ("buffers.py", "from fusedopt import clip", "level 5, from level 4"),
         ("buffers.py", "from . import clip", "level 5, from level 4"),
@@ -333,7 +329,7 @@ DOCSTRING = '"""Docstring."""\n'
         ("backends/__init__.py", "from .triton_ops import norm", "which the table does not allow"),
         ("backends/__init__.py", "from ..buffers import Buffers", "level 4, from level 3"),
         ("buffers.py", "def f() -> None:\n    from fusedopt.clip import Clip", "level 5, from level 4"),
-        ("buffers.py", "from fusedopt import FusedMainGradOptimizer", "level 12, from level 4"),
+        ("buffers.py", "from fusedopt import FusedMainGradOptimizer", "level 13, from level 4"),
         ("window.py", "from fusedopt.config import MainGradConfig", "which the table does not allow"),
         ("layout.py", "import torch", "at module level"),
         ("config.py", "import yaml", "at module level"),

@@ -3,11 +3,13 @@
 import inspect
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 from torch.optim import swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -274,6 +276,101 @@ def test_global_step_hooks_fire_once_a_step_with_the_wrapper(make):
             handle.remove()
     assert [kind for kind, _ in seen] == ["pre", "post"] * 3
     assert all(opt is optimizer for _, opt in seen)
+
+
+@pytest.fixture
+def _no_global_hook_stays():
+    registries = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    yield
+    assert registries[0] is torch_optimizer._global_optimizer_pre_hooks
+    assert registries[1] is torch_optimizer._global_optimizer_post_hooks
+    assert [len(registry) for registry in registries] == [0, 0]
+
+
+class Within(torch.optim.Optimizer):
+    """Runs ``act`` inside its step, as often as it likes."""
+
+    act = staticmethod(lambda: None)
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=0.1)
+        self.act()
+
+
+REGISTER = {"pre": register_optimizer_step_pre_hook, "post": register_optimizer_step_post_hook}
+
+
+@pytest.mark.usefixtures("_no_global_hook_stays")
+@pytest.mark.parametrize("kind", REGISTER)
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["bare", "wrapped"])
+def test_a_global_hook_removed_or_registered_inside_a_step_is_so_from_then_on_in_order(kind, is_wrapped):
+    model = make_model(torch.float32)
+    inner = Within(model.parameters())
+    optimizer = FusedMainGradOptimizer(inner) if is_wrapped else inner
+    seen, handles = [], []
+
+    def register(name):
+        handles.append(REGISTER[kind](lambda opt, args, kwargs: seen.append((name, opt))))
+
+    for name in "abc":
+        register(name)
+
+    def act():
+        handles[1].remove()
+        register("d")
+        register("e")
+        handles[4].remove()
+
+    def calls():
+        train(model, optimizer, [0])
+        found, names = {opt is optimizer for _, opt in seen}, "".join(name for name, _ in seen)
+        seen.clear()
+        assert found <= {True}
+        return names
+
+    inner.act = act
+    assert calls() == ("acd" if kind == "post" else "abc")
+    inner.act = lambda: None
+    assert calls() == "acd"
+    handles[0].remove()
+    assert calls() == "cd"
+    inner.act = handles[3].remove  # the handle of a hook that was registered inside a step
+    assert calls() == ("c" if kind == "post" else "cd")
+    inner.act = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        train(model, optimizer, [0])
+    seen.clear()
+    inner.act = lambda: None
+    assert calls() == "c"
+    handles[2].remove()
+
+
+@pytest.mark.usefixtures("_no_global_hook_stays")
+def test_global_hooks_fire_for_a_step_in_another_thread_while_ones_inner_optimizer_steps():
+    models = [make_model(torch.bfloat16) for _ in range(2)]
+    inners = [Within(model.parameters()) for model in models]
+    optimizers = [FusedMainGradOptimizer(inner) for inner in inners]
+    bare = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    seen = []
+    handle = register_optimizer_step_post_hook(lambda opt, args, kwargs: seen.append(opt))
+
+    def act():  # both other steps begin and end inside this one
+        inners[0].act = lambda: None
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(optimizers[1].step).result()
+            pool.submit(bare.step).result()
+
+    for model in models:
+        backward(model, 0)
+    inners[0].act = act
+    optimizers[0].step()
+    handle.remove()
+    assert [id(opt) for opt in seen] == [id(opt) for opt in (optimizers[1], bare, optimizers[0])]
 
 
 def test_a_step_hook_of_the_inner_optimizer_keeps_firing_with_the_inner_optimizer():
