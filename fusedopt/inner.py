@@ -42,6 +42,7 @@ class InnerOptimizers:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
+        self._take_closure = [_takes_closure(type(opt)) for opt in self.optimizers]
         # In the order of the outer groups: which optimizer, and which of its groups.
         self._places = [(o, g) for o, opt in enumerate(self.optimizers) for g in range(len(opt.param_groups))]
         self._agreed: list[Group] = [dict(self.group(i)) for i in range(self.num_groups)]
@@ -65,6 +66,20 @@ class InnerOptimizers:
     def requires_closure(self) -> bool:
         """Whether an inner optimizer cannot step without a closure (LBFGS)."""
         return any(_requires_closure(opt) for opt in self.optimizers)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether an inner optimizer is to evaluate the closure itself, where there is one."""
+        return any(self._take_closure)
+
+    def takes_closure(self, number: int) -> bool:
+        """Return whether inner optimizer ``number`` may do more with a closure than to evaluate it before all else."""
+        return self._take_closure[number]
+
+    def mains_of(self, number: int) -> list[nn.Parameter]:
+        """Return the main_params that inner optimizer ``number`` updates here."""
+        mains = [entry.main_param for entry in self._entry_of.values()]
+        return [m for m in mains if m is not None and self._home_of[id(m)] is self.optimizers[number]]
 
     @property
     def takes_found_inf(self) -> bool:
@@ -203,7 +218,7 @@ class InnerOptimizers:
     def step(
         self,
         entries: Sequence[Entry],
-        closure: Callable[[], Any] | None = None,
+        closure_for: Callable[[int], Callable[[], Any] | None] | None = None,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         instead: Callable[[Optimizer, Tensor | None, Tensor | None], bool] | None = None,
@@ -212,31 +227,34 @@ class InnerOptimizers:
 
         Args:
             entries: all trainable parameters.
-            closure: for inner optimizers that require one; it has to call `hang_gradients` itself.
+            closure_for: gives the closure of inner optimizer number ..., None for none; see `Closures`.
             grad_scale: float32, 0-d; what gradients are divided by on the device. Needs `takes_found_inf`.
             found_inf: float32, 0-d; nonzero leaves parameters and state as they are. Needs `takes_found_inf`.
             instead: makes the step of one inner optimizer, of which every parameter has state, or returns False.
 
         Returns:
-            What the inner optimizer's ``step`` returned.
+            What the inner optimizer's ``step`` returned; of several, the first that is not None.
         """
-        result = self.consolidated = None
+        self.consolidated = None
+        results = []
         if self.would_create_state([entry for entry in entries if entry.has_grad]):
             instead = None
         hang_gradients(entries)
         try:
             with global_step_hooks_muted():
-                for opt in self.optimizers:
+                for number, opt in enumerate(self.optimizers):
                     if instead is not None and instead(opt, grad_scale, found_inf):
                         continue
+                    closure = closure_for(number) if closure_for is not None else None
                     with _attributes(opt, grad_scale=grad_scale, found_inf=found_inf):
-                        result = opt.step(closure) if closure is not None else opt.step()
+                        results.append(opt.step() if closure is None else opt.step(closure))
+            self._stepped.update(id(entry.param) for entry in entries if entry.has_grad)
+            collect_gradients(entries)
         finally:
             for entry in entries:
                 if entry.main_param is not None and entry.main_param is not entry.param:
                     entry.main_param.grad = None
-        self._stepped.update(id(entry.param) for entry in entries if entry.has_grad)
-        return result
+        return next((result for result in results if result is not None), None)
 
     def has(self, method: str) -> bool:
         """Return whether an inner optimizer has ``method`` (train, eval)."""
@@ -324,6 +342,22 @@ def hang_gradients(entries: Sequence[Entry]) -> None:
             entry.main_param.grad = entry.grad_part if entry.has_grad else None
 
 
+def collect_gradients(entries: Sequence[Entry]) -> None:
+    """Do to model parameters' gradients what inner optimizers did to main_params': cleared, or replaced them.
+
+    Not where several ranks share a parameter: the others would not know.
+    """
+    for entry in entries:
+        main = entry.main_param
+        if main is None or main is entry.param or main.grad is entry.grad_part or entry.bucket.model is not None:
+            continue
+        if main.grad is None:
+            entry.param.grad = None
+        elif entry.grad_part is not None:
+            entry.grad_part.copy_(main.grad)
+            entry.param.grad = entry.slot.main_grad
+
+
 def cut_of(entry: Entry) -> Cut:
     """Return which elements of the parameter of ``entry`` are this rank's."""
     return Cut(tuple(entry.slot.shape), entry.slot.strides, entry.part, region_of(entry.param))
@@ -340,6 +374,14 @@ def _nbytes(value: Any) -> int:
 def _requires_closure(optimizer: Optimizer) -> bool:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _takes_closure(cls: type[Optimizer]) -> bool:
+    # LBFGS apart, torch's own evaluate it once, before all else.
+    if cls.step.__module__.startswith("torch.optim.") and not issubclass(cls, torch.optim.LBFGS):
+        return False
+    takes = list(inspect.signature(cls.step).parameters.values())[1:]
+    return any(param.name == "closure" or param.kind is inspect.Parameter.VAR_POSITIONAL for param in takes)
 
 
 def _cast_state(state: Any, old: torch.dtype, new: torch.dtype) -> Any:

@@ -7,6 +7,8 @@ Knows nothing of parameters' names, ranks or files.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
@@ -33,7 +35,7 @@ def load_in_place(optimizer: Optimizer, state_dict: dict[str, Any], *, is_ours: 
     with torch.no_grad():
         for key, loaded in list(optimizer.state.items()):
             value = _undo_casts(saved.get(key, loaded), loaded, is_ours=is_ours)
-            optimizer.state[key] = _settle(before.get(key), value)
+            optimizer.state[key] = settle(before.get(key), value)
         for group, old in zip(optimizer.param_groups, groups_before, strict=True):
             for name, value in old.items():
                 if isinstance(value, Tensor) and name in group:
@@ -65,8 +67,14 @@ def _undo_casts(saved: Any, loaded: Any, *, is_ours: bool) -> Any:
     return saved
 
 
-def _settle(old: Any, new: Any) -> Any:
-    """Return ``old`` holding the value of tensor ``new`` if it fits, else a copy that the caller does not share."""
+def settle(old: Any, new: Any, other: Callable[[Any], Any] = copy.deepcopy) -> Any:
+    """Return ``old`` holding the value of tensor ``new`` if it fits, else a copy that the caller does not share.
+
+    Args:
+        old: what was there.
+        new: nested dicts, lists and tuples with tensors anywhere.
+        other: makes what is kept of anything else.
+    """
     if isinstance(new, Tensor):
         fits = isinstance(old, Tensor) and (old.shape, old.dtype, old.device) == (
             new.shape,
@@ -76,8 +84,8 @@ def _settle(old: Any, new: Any) -> Any:
         return old.copy_(new) if fits else new.clone()
     if isinstance(new, dict):
         olds = old if isinstance(old, dict) else {}
-        return type(new)((key, _settle(olds.get(key), value)) for key, value in new.items())
+        return type(new)((key, settle(olds.get(key), value, other)) for key, value in new.items())
     if type(new) in (list, tuple):
         in_order = old if isinstance(old, (list, tuple)) else ()
-        return type(new)(_settle(o, n) for o, n in zip_longest(in_order[: len(new)], new))
-    return set(new) if type(new) is set else new
+        return type(new)(settle(o, n, other) for o, n in zip_longest(in_order[: len(new)], new))
+    return set(new) if type(new) is set else other(new)

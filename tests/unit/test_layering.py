@@ -38,7 +38,20 @@ INTEGRATIONS = (
 )
 WIRED_BY_THE_OPTIMIZER = (
     *("config", "layout", "comm", "dtensor", "checks", "backends", "buckets", "buffers", "ballot", "arrival", "window"),
-    *("compiling", "reduction", "gather", "amp", "clip", "inner", "adoption", "probe", "replicas", "update", "state"),
+    *(
+        "compiling",
+        "reduction",
+        "gather",
+        "amp",
+        "clip",
+        "inner",
+        "adoption",
+        "probe",
+        "replicas",
+        "closures",
+        "update",
+        "state",
+    ),
     *("stateful", "state_view"),
 )
 INTEGRATION_IMPORTS = ("optimizer", "convert", "recompute", "config", "replicas")
@@ -86,13 +99,15 @@ TABLE = {
     "scratch": Row(2, ("main_grad",), ("torch",)),
     "plain": Row(1, (), ("torch",)),
     "loading": Row(1, (), ("torch",)),
+    "rollback": Row(2, ("loading",), ("torch",)),
     "inner": Row(5, ("dtensor", "buffers", "parts", "scratch"), ("torch",)),
     "linear": Row(5, ("main_grad", "autograd", "backends"), ("torch",)),
     "adoption": Row(6, ("checks", "buffers", "arrival", "gather", "inner"), ("torch",)),
     "probe": Row(6, ("dtensor", "inner", "scratch"), ("torch",)),
     "fused_step": Row(5, ("backends", "backends.offers", "buffers"), ("torch",)),
     "state_view": Row(6, ("inner", "pieces"), ("torch",)),
-    "update": Row(6, ("buffers", "clip", "fused_step", "gather", "inner"), ("torch",)),
+    "closures": Row(6, ("buffers", "clip", "comm", "inner", "rollback"), ("torch",)),
+    "update": Row(7, ("buffers", "clip", "closures", "fused_step", "gather", "inner"), ("torch",)),
     "state": Row(6, ("dtensor", "buffers", "inner", "loading", "parts", "plain"), ("torch",)),
     "consolidation": Row(6, ("layout", "pieces", "parts", "comm"), ("torch",)),
     "stateful": Row(
