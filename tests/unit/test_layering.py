@@ -97,10 +97,11 @@ TABLE = {
     "clip": Row(5, ("buffers", "comm", "backends", "backends.torch_ops"), ("torch",)),
     "parts": Row(4, ("dtensor", "layout", "pieces"), ("torch",)),
     "scratch": Row(2, ("main_grad",), ("torch",)),
+    "stand_ins": Row(3, ("scratch",), ("torch",)),
     "plain": Row(1, (), ("torch",)),
     "loading": Row(1, (), ("torch",)),
     "rollback": Row(2, ("loading",), ("torch",)),
-    "inner": Row(5, ("dtensor", "buffers", "parts", "scratch"), ("torch",)),
+    "inner": Row(5, ("dtensor", "buffers", "checks", "parts", "scratch", "stand_ins"), ("torch",)),
     "linear": Row(5, ("main_grad", "autograd", "backends"), ("torch",)),
     "adoption": Row(6, ("checks", "buffers", "arrival", "gather", "inner"), ("torch",)),
     "probe": Row(6, ("dtensor", "inner", "scratch"), ("torch",)),
@@ -109,7 +110,7 @@ TABLE = {
     "closures": Row(6, ("buffers", "clip", "comm", "inner", "rollback"), ("torch",)),
     "update": Row(7, ("buffers", "clip", "closures", "fused_step", "gather", "inner"), ("torch",)),
     "state": Row(6, ("dtensor", "buffers", "inner", "loading", "parts", "plain"), ("torch",)),
-    "consolidation": Row(6, ("layout", "pieces", "parts", "comm"), ("torch",)),
+    "consolidation": Row(6, ("layout", "pieces", "parts", "plain", "comm"), ("torch",)),
     "stateful": Row(
         7,
         (
