@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedopt.buffers import Entry
+from fusedopt.checks import hidden_optimizers
 from fusedopt.dtensor import is_dtensor, region_of
 from fusedopt.parts import Cut, piece, take, wrap
 from fusedopt.scratch import global_step_hooks_muted, state_to_come
+from fusedopt.stand_ins import StandIns
 
 HAS_STATE = "has_state"
 """Beside a parameter's state in torch's checkpoints: whether it had any."""
@@ -47,6 +50,9 @@ class InnerOptimizers:
         self._places = [(o, g) for o, opt in enumerate(self.optimizers) for g in range(len(opt.param_groups))]
         self._agreed: list[Group] = [dict(self.group(i)) for i in range(self.num_groups)]
         self._model_params = [list(self.group(i)["params"]) for i in range(self.num_groups)]
+        # Optimizers that one of them holds (Lookahead, SAM), by number, and lists of parameters that are only theirs.
+        self._held = [list(hidden_optimizers(opt).values()) for opt in self.optimizers]
+        self._lists_apart = self._find_lists_apart()
         self._main_of: dict[int, nn.Parameter | None] = {}  # None: another rank updates it
         self._param_of: dict[int, nn.Parameter] = {}
         self._home_of: dict[int, Optimizer] = {}
@@ -55,7 +61,11 @@ class InnerOptimizers:
         """State of all parameters whole, where this rank has it; gone as soon as any of it may have changed."""
         self.set_aside: dict[int, Tensor] = {}
         """main_params that were loaded for parameters still frozen, by ``id``; `adopt` takes them up."""
+        self.warned_of: set[type] = set()
+        """Classes of which it was said that they are saved as they are."""
         self._stepped: set[int] = set()
+        self._shared_groups: set[int] = set()  # whose parameters are cut, or dealt out, over ranks
+        self._stand_ins = StandIns()
 
     @property
     def num_groups(self) -> int:
@@ -101,6 +111,14 @@ class InnerOptimizers:
         optimizer, position = self._places[index]
         return self.optimizers[optimizer].param_groups[position]
 
+    def number_of(self, index: int) -> int:
+        """Return the number of the inner optimizer of outer group ``index``."""
+        return self._places[index][0]
+
+    def held_by(self, number: int) -> list[Optimizer]:
+        """Return the optimizers that inner optimizer ``number`` holds, as Lookahead does."""
+        return self._held[number]
+
     def optimizer_of(self, index: int) -> Optimizer:
         """Return the inner optimizer of outer group ``index``."""
         return self.optimizers[self._places[index][0]]
@@ -143,11 +161,14 @@ class InnerOptimizers:
                 self._home_of[id(main_param)] = optimizer
             if id(entry.param) in self.set_aside:
                 entry.load_main_param(take(self.set_aside.pop(id(entry.param)), cut_of(entry)))
-            if main_param is not entry.param and entry.param in optimizer.state:
-                state = optimizer.state.pop(entry.param)
-                if main_param is not None:
-                    part = take(state, cut_of(entry))
-                    optimizer.state[main_param] = _cast_state(part, entry.param.dtype, main_param.dtype)
+            for holder in self._holders(optimizer):
+                if main_param is not entry.param and entry.param in holder.state:
+                    state = holder.state.pop(entry.param)
+                    if main_param is not None:
+                        part = take(state, cut_of(entry))
+                        holder.state[main_param] = _cast_state(part, entry.param.dtype, main_param.dtype)
+            if entry.bucket.model is not None:
+                self._shared_groups.add(index)
         self.consolidated = None
         self._list_main_params(index)
 
@@ -157,15 +178,17 @@ class InnerOptimizers:
         State of a parameter that a shard cuts through, or that another rank updates, is lost.
         """
         for index, params in enumerate(self._model_params):
-            state = self.optimizer_of(index).state
+            states = [holder.state for holder in self._holders(self.optimizer_of(index))]
             for param in params:
                 main_param = self._main_of.get(id(param), param)
-                if main_param is param or main_param is None or main_param not in state:
-                    continue
-                whole = state.pop(main_param)
-                if main_param.shape == param.shape:
-                    state[param] = _cast_state(whole, main_param.dtype, param.dtype)
+                for state in states if main_param is not param and main_param is not None else ():
+                    if main_param in state:
+                        whole = state.pop(main_param)
+                        if main_param.shape == param.shape:
+                            state[param] = _cast_state(whole, main_param.dtype, param.dtype)
             self.group(index)["params"][:] = params
+        for held, params in self._lists_apart:
+            held[:] = params
         self._main_of.clear()
         self._param_of.clear()
         self._home_of.clear()
@@ -174,6 +197,18 @@ class InnerOptimizers:
     def _list_main_params(self, index: int) -> None:
         mains = [self._main_of.get(id(param), param) for param in self._model_params[index]]
         self.group(index)["params"][:] = [main for main in mains if main is not None]
+        for held, _ in self._lists_apart:
+            held[:] = [main for main in map(self.main_of, held) if main is not None]
+
+    def _holders(self, optimizer: Optimizer) -> list[Optimizer]:
+        """Return ``optimizer``, an inner one, and those that it holds."""
+        number = next(number for number, opt in enumerate(self.optimizers) if opt is optimizer)
+        return [optimizer, *self._held[number]]
+
+    def _find_lists_apart(self) -> list[tuple[list[Any], list[Any]]]:
+        ours = {id(self.group(index)["params"]) for index in range(self.num_groups)}
+        lists = [group["params"] for held in self._held for opt in held for group in opt.param_groups]
+        return [(params, list(params)) for params in lists if id(params) not in ours]
 
     def agree(self, outer_groups: Sequence[Group]) -> None:
         """Carry every hyper-parameter to the side where it did not change since the last call.
@@ -246,7 +281,7 @@ class InnerOptimizers:
                     if instead is not None and instead(opt, grad_scale, found_inf):
                         continue
                     closure = closure_for(number) if closure_for is not None else None
-                    with _attributes(opt, grad_scale=grad_scale, found_inf=found_inf):
+                    with _attributes(opt, grad_scale=grad_scale, found_inf=found_inf), self._standing_in(number):
                         results.append(opt.step() if closure is None else opt.step(closure))
             self._stepped.update(id(entry.param) for entry in entries if entry.has_grad)
             collect_gradients(entries)
@@ -255,6 +290,14 @@ class InnerOptimizers:
                 if entry.main_param is not None and entry.main_param is not entry.param:
                     entry.main_param.grad = None
         return next((result for result in results if result is not None), None)
+
+    def _standing_in(self, number: int) -> AbstractContextManager[None]:
+        """See `StandIns`; a copy of an optimizer that holds others would step these."""
+        if not self._shared_groups or self._held[number]:
+            return contextlib.nullcontext()
+        indices = (index for index in self._shared_groups if self._places[index][0] == number)
+        groups = [(index, self.group(index), self._model_params[index][0]) for index in indices]
+        return self._stand_ins.during(self.optimizers[number], groups, takes_closure=self.takes_closure(number))
 
     def has(self, method: str) -> bool:
         """Return whether an inner optimizer has ``method`` (train, eval)."""

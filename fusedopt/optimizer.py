@@ -32,6 +32,7 @@ from fusedopt.checks import (
     checked_optimizers,
     default_name,
     named_params,
+    refuse_hidden,
     refuse_unsupported,
 )
 from fusedopt.clip import Clip
@@ -99,6 +100,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             is_sharded = config.shard != "none" and comm.num_shards > 1
             refuse_unsupported(config, requires_closure=inner_optimizers.requires_closure, is_sharded=is_sharded)
             check_all_parameters(optimizers)
+            refuse_hidden(optimizers)
             is_fsdp = check_engines(all_named(optimizers), config.shard)
             _resolve_all(config.backend, all_named(optimizers))
             ShardBy(inner_optimizers, config.shard_by).check(is_sharded=is_sharded)
