@@ -218,11 +218,12 @@ class _Run:
         if comm.world_size == 1:
             return loss
         is_number = type(loss) is float or (isinstance(loss, Tensor) and loss.numel() == 1)
-        losses = comm.objects(float(loss) if is_number else None)
+        value = loss.detach() if isinstance(loss, Tensor) else loss
+        losses = comm.objects(float(value) if is_number else None)
         if None in losses:
             return loss
         mean = sum(losses) / len(losses)
-        return torch.full_like(loss.detach(), mean) if isinstance(loss, Tensor) else mean
+        return torch.full_like(value, mean) if isinstance(loss, Tensor) else mean
 
 
 def _versions(params: Sequence[Tensor]) -> int:
