@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -133,7 +134,7 @@ def _describe(value: Any) -> Any:
         return _Ticket(tuple(found[1].shape), found[1].dtype, found[0])
     if isinstance(value, Tensor):
         return _Ticket(tuple(value.shape), value.dtype)
-    if isinstance(value, dict):
+    if type(value) in (dict, OrderedDict):
         return {key: _describe(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(_describe, value))

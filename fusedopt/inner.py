@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,6 +25,7 @@ from fusedopt.buffers import Entry
 from fusedopt.checks import hidden_optimizers
 from fusedopt.dtensor import is_dtensor, region_of
 from fusedopt.parts import Cut, piece, take, wrap
+from fusedopt.plain import refuse_objects
 from fusedopt.scratch import global_step_hooks_muted, state_to_come
 from fusedopt.stand_ins import StandIns
 
@@ -165,6 +167,8 @@ class InnerOptimizers:
                 if main_param is not entry.param and entry.param in holder.state:
                     state = holder.state.pop(entry.param)
                     if main_param is not None:
+                        if cut_of(entry).is_partial:
+                            refuse_objects(state, f"the state of parameter {entry.slot.name}", "a shard cannot cut it")
                         part = take(state, cut_of(entry))
                         holder.state[main_param] = _cast_state(part, entry.param.dtype, main_param.dtype)
             if entry.bucket.model is not None:
@@ -431,8 +435,10 @@ def _cast_state(state: Any, old: torch.dtype, new: torch.dtype) -> Any:
     """Cast state that had the dtype of its parameter to the new one of that, however deep; step counts stay."""
     if isinstance(state, Tensor):
         return state.to(new) if state.dtype is old else state
-    if isinstance(state, dict):
+    if type(state) in (dict, OrderedDict):
         return {key: value if key == "step" else _cast_state(value, old, new) for key, value in state.items()}
+    if type(state) is deque:
+        return deque((_cast_state(value, old, new) for value in state), state.maxlen)
     return type(state)(_cast_state(v, old, new) for v in state) if type(state) in (list, tuple) else state
 
 

@@ -154,7 +154,7 @@ def test_under_a_shard_an_optimizer_that_moves_first_or_asks_again_is_refused_on
 
 
 class Counts(Lion):
-    """Fails on an empty group, as the foreach forms of lion-pytorch and adam-atan2-pytorch, and counts in its groups."""
+    """Fails on an empty group, as lion-pytorch's and adam-atan2-pytorch's foreach forms; counts in its groups."""
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -101,7 +101,7 @@ TABLE = {
     "plain": Row(1, (), ("torch",)),
     "loading": Row(1, (), ("torch",)),
     "rollback": Row(2, ("loading",), ("torch",)),
-    "inner": Row(5, ("dtensor", "buffers", "checks", "parts", "scratch", "stand_ins"), ("torch",)),
+    "inner": Row(5, ("dtensor", "buffers", "checks", "parts", "plain", "scratch", "stand_ins"), ("torch",)),
     "linear": Row(5, ("main_grad", "autograd", "backends"), ("torch",)),
     "adoption": Row(6, ("checks", "buffers", "arrival", "gather", "inner"), ("torch",)),
     "probe": Row(6, ("dtensor", "inner", "scratch"), ("torch",)),
