@@ -44,9 +44,10 @@ def load_in_place(
         optimizer: an inner one.
         state_dict: in its format.
         is_ours: whether a wrapper saved it.
-        held: optimizers that it holds, and loads through them.
+        held: optimizers that it holds, and loads itself where its format is its own.
     """
-    before = [dict(opt.state) for opt in (optimizer, *held)]
+    loads = (optimizer, *held) if has_own_format(optimizer) else (optimizer,)
+    before = [dict(opt.state) for opt in loads]
     groups_before = [dict(group) for group in optimizer.param_groups]
     saved: dict[Any, Any] = {}
     if has_own_format(optimizer):
@@ -56,7 +57,7 @@ def load_in_place(
         saved = _by_param(optimizer, state_dict)
     memo: dict[int, Any] = {}  # what two parameters shared, they share again
     with torch.no_grad():
-        for opt, old_state in zip((optimizer, *held), before, strict=True):
+        for opt, old_state in zip(loads, before, strict=True):
             for key, loaded in list(opt.state.items()):
                 value = _undo_casts(saved.get(key, loaded), loaded, is_ours=is_ours)
                 opt.state[key] = settle(old_state.get(key), value, lambda item: copy.deepcopy(item, memo))
