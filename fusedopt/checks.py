@@ -69,14 +69,16 @@ def hidden_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
     todo: list[tuple[str, Any]] = list(vars(optimizer).items())
     while todo:
         where, value = todo.pop()
-        if id(value) in seen or where.endswith("state"):
+        if id(value) in seen or where.rpartition(".")[2] == "state":
             continue
         seen.add(id(value))
         if isinstance(value, Optimizer):
             found[where] = value
             todo += [(f"{where}.{name}", held) for name, held in vars(value).items()]
         elif isinstance(value, dict):
-            todo += [(f"{where}[{key!r}]", held) for key, held in value.items() if not isinstance(held, Tensor)]
+            for number, (key, held) in enumerate(value.items()):
+                if not isinstance(held, Tensor):
+                    todo.append((f"{where}[{repr(key) if isinstance(key, str) else number}]", held))
         elif isinstance(value, (list, tuple)):
             todo += [(f"{where}[{number}]", held) for number, held in enumerate(value) if not isinstance(held, Tensor)]
     return found

@@ -33,6 +33,7 @@ HAS_STATE = "has_state"
 """Beside a parameter's state in torch's checkpoints: whether it had any."""
 
 _MISSING = object()
+_KEYWORDS = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 _NOT_HYPER_PARAMETERS = ("params", "param_names")
 
 Group = dict[str, Any]
@@ -286,7 +287,7 @@ class InnerOptimizers:
                         continue
                     closure = closure_for(number) if closure_for is not None else None
                     with _attributes(opt, grad_scale=grad_scale, found_inf=found_inf), self._standing_in(number):
-                        results.append(opt.step() if closure is None else opt.step(closure))
+                        results.append(opt.step() if closure is None else _step_with(opt, closure))
             self._stepped.update(id(entry.param) for entry in entries if entry.has_grad)
             collect_gradients(entries)
         finally:
@@ -428,7 +429,12 @@ def _takes_closure(cls: type[Optimizer]) -> bool:
     if cls.step.__module__.startswith("torch.optim.") and not issubclass(cls, torch.optim.LBFGS):
         return False
     takes = list(inspect.signature(cls.step).parameters.values())[1:]
-    return any(param.name == "closure" or param.kind is inspect.Parameter.VAR_POSITIONAL for param in takes)
+    return any(param.name == "closure" or param.kind not in _KEYWORDS for param in takes)
+
+
+def _step_with(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    is_named = "closure" in inspect.signature(type(optimizer).step).parameters
+    return optimizer.step(closure=closure) if is_named else optimizer.step(closure)
 
 
 def _cast_state(state: Any, old: torch.dtype, new: torch.dtype) -> Any:

@@ -14,10 +14,11 @@ Knows nothing of hooks, backends or communication.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Number
+from numbers import Number, Real
 from typing import Any
 
 import torch
@@ -400,7 +401,8 @@ class StateDicts:
         """Cut out what belongs to inner optimizer ``number``, in torch's own packed form."""
         groups, state, index = [], {}, 0
         others = checked.signature.get("others", {}).get(number, checked.others)
-        first = 1 + max((int(key) for key in others if isinstance(key, (int, float))), default=-1)  # free from here
+        numbers = [int(float(key)) for key in others if isinstance(key, Real) and math.isfinite(key)]
+        first = 1 + max(numbers, default=-1)  # from here on they are free for parameters
         for position, saved_group in enumerate(checked.source["param_groups"]):
             indices = range(index, index + len(saved_group["params"]))
             index = indices.stop

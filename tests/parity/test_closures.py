@@ -374,3 +374,45 @@ def test_gradients_that_an_inner_optimizer_clears_in_its_step_are_cleared(dtype)
             assert torch.equal(grad.to(dtype), want)
         optimizer.step()
         assert all(param.grad is None for param in model.parameters())
+
+
+class Keyword(Armijo):
+    def step(self, *, closure=None):
+        return super().step(closure)
+
+
+class OtherName(Armijo):
+    def step(self, evaluate=None):
+        return super().step(evaluate)
+
+
+class Anything(Armijo):
+    def step(self, *args):
+        return super().step(*args)
+
+
+@pytest.mark.parametrize("cls", [Keyword, OtherName, Anything])
+def test_a_closure_is_handed_over_however_step_takes_it(cls):
+    loops = []
+    for wraps in (False, True):
+        model = make_model()
+        optimizer = (cls if wraps else Armijo)(model.parameters(), lr=0.1)
+        loops.append(Loop(model, FusedMainGradOptimizer(optimizer) if wraps else optimizer))
+    for number in range(3):
+        assert loops[0].step(number) == loops[1].step(number)
+    assert loops[0].losses == loops[1].losses
+    assert len(loops[0].losses) > 3
+
+
+def test_an_optimizer_that_takes_no_closure_steps_with_what_the_closure_computed():
+    class Takes(torch.optim.SGD):
+        def step(self):
+            return super().step()
+
+    models = [make_model(), make_model()]
+    wrapped = Loop(models[0], FusedMainGradOptimizer(Takes(models[0].parameters(), lr=0.1)))
+    bare = Loop(models[1], torch.optim.SGD(models[1].parameters(), lr=0.1))
+    for number in range(3):
+        assert wrapped.step(number) == bare.step(number)
+    for a, b in zip(*(bits(model.parameters()) for model in models), strict=True):
+        assert torch.equal(a, b)
