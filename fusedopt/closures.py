@@ -13,6 +13,7 @@ Knows nothing of windows or of how gradients are reduced.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,20 @@ class LeftOut(BaseException):
         self.loss = loss
 
 
+@dataclass(frozen=True)
+class Habit:
+    """What an inner optimizer does before it evaluates the closure first.
+
+    Args:
+        moves: it sets other weights.
+        num_touched: of the steps that were watched, those in which it changed anything: weights, state, a counter.
+            The first one may be for making state only, so the second is watched, too. 0: it evaluates before all else.
+    """
+
+    moves: bool
+    num_touched: int
+
+
 class Closures:
     """Makes such steps, and learns of each inner optimizer whether it evaluates before it moves anything.
 
@@ -52,7 +67,7 @@ class Closures:
         self.buffers = buffers
         self.clip = clip
         self.comm = comm
-        self.evaluates_first: dict[int, bool] = {}
+        self.habits: dict[int, Habit] = {}
         """By number of the inner optimizer; absent: not known, it made no such step yet."""
 
     def step(self, evaluate: Callable[[], Any], num_addends: Callable[[], int], *, is_merging: bool) -> Any:
@@ -97,9 +112,10 @@ class _Run:
         self._is_merging = is_merging
         self._is_sharded = owner.buffers.sharding.is_sharded
         self._mains = [self._inner.mains_of(number) for number in range(len(self._inner.optimizers))]
-        self._versions = [_versions(mains) for mains in self._mains]
+        self._versions: list[int] = []
         self._snapshots: dict[int, Snapshot] = {}
         self._has_moved: dict[int, bool] = {}  # of those that asked: before they did so first
+        self._habits: dict[int, Habit] = {}
         self._num_evaluations = 0
         self._loss: Any = None
 
@@ -107,6 +123,7 @@ class _Run:
         inner, numbers = self._inner, range(len(self._inner.optimizers))
         if self._is_sharded:  # all ranks evaluate, whatever their part of the inner optimizers does
             self._evaluate_at(has_moved=False)
+        self._versions = [_versions(mains) for mains in self._mains]
         self._snapshots = {
             number: Snapshot(inner.optimizers[number], self._mains[number])
             for number in numbers
@@ -120,12 +137,12 @@ class _Run:
             with self._owner.comm.together():
                 result = self._step_inner()
             self._buffers.write_back()
-        self._owner.evaluates_first.update({number: not moved for number, moved in self._has_moved.items()})
+        self._owner.habits.update(self._habits)
         return result
 
     def _may_have_to_undo(self, number: int) -> bool:
-        evaluates_first = self._owner.evaluates_first.get(number)
-        return evaluates_first is None or not (evaluates_first or self._clip.nonfinite == "ignore")
+        habit = self._owner.habits.get(number)
+        return _is_watched(habit) or (habit is not None and habit.num_touched > 0 and self._clip.nonfinite != "ignore")
 
     def _step_inner(self) -> Any:
         def closure_for(number: int) -> Callable[[], Any] | None:
@@ -153,9 +170,16 @@ class _Run:
         return self._evaluate_at(has_moved=self._num_evaluations > 0 or self._has_moved[number])
 
     def _find_moved(self, number: int) -> bool:
-        if self._owner.evaluates_first.get(number) is None and number in self._snapshots:
-            return self._snapshots[number].has_moved()
-        return number in self._snapshots or _versions(self._mains[number]) != self._versions[number]
+        habit, snapshot = self._owner.habits.get(number), self._snapshots.get(number)
+        if snapshot is not None and _is_watched(habit):
+            has_moved = snapshot.has_moved()
+            num_touched = 0 if snapshot.is_untouched() else 1 + (habit.num_touched if habit is not None else 0)
+            self._habits[number] = Habit(has_moved, num_touched)
+            return has_moved
+        has_moved = _versions(self._mains[number]) != self._versions[number] or (habit is not None and habit.moves)
+        if has_moved:
+            self._habits[number] = Habit(moves=True, num_touched=2)
+        return has_moved
 
     def _refuse(self, number: int) -> None:
         if not (self._num_evaluations or self._has_moved[number]):
@@ -197,7 +221,7 @@ class _Run:
     def _leave_out(self, loss: Any) -> None:
         for number, has_moved in self._has_moved.items():
             if has_moved and number not in self._snapshots:
-                self._owner.evaluates_first[number] = False
+                self._owner.habits[number] = Habit(moves=True, num_touched=2)
                 raise FloatingPointError(
                     f"gradients hold inf or nan, and {type(self._inner.optimizers[number]).__name__}, which evaluated "
                     "its closure before all else until now, had moved weights already: this step cannot be left out. "
@@ -224,6 +248,10 @@ class _Run:
             return loss
         mean = sum(losses) / len(losses)
         return torch.full_like(value, mean) if isinstance(loss, Tensor) else mean
+
+
+def _is_watched(habit: Habit | None) -> bool:
+    return habit is None or habit.num_touched == 1
 
 
 def _versions(params: Sequence[Tensor]) -> int:

@@ -225,7 +225,10 @@ class InnerOptimizers:
         for index, outer in enumerate(outer_groups):
             inner = self.group(index)
             for key, value in changes[index].items():
-                inner[key] = outer[key] = _fill(inner.get(key), value)
+                if value is _MISSING:
+                    del outer[key]
+                else:
+                    inner[key] = outer[key] = _fill(inner.get(key), value)
             self._agreed[index] = {k: v for k, v in inner.items() if k not in _NOT_HYPER_PARAMETERS}
 
     def _changes(self, index: int, outer: Group) -> Group:
@@ -243,7 +246,7 @@ class InnerOptimizers:
                     f"wrapper and to {theirs!r} on the inner {type(self.optimizer_of(index)).__name__}. Change it on "
                     "one side only: drive one scheduler, made on either of them"
                 )
-            changes[key] = ours if is_ours_new or theirs is _MISSING else theirs
+            changes[key] = ours if is_ours_new else theirs  # missing there: the inner optimizer took it away
         return changes
 
     def would_create_state(self, entries: Sequence[Entry]) -> bool:

@@ -35,11 +35,20 @@ class Snapshot:
             {key: settle(None, value, other=_same) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
-        self._counters = {key: value for key, value in vars(optimizer).items() if type(value) in _SCALARS}
+        self._versions = [param._version for param in params]
+        self._counters = _counters(optimizer)
 
     def has_moved(self) -> bool:
-        """Return whether a parameter has other bits than it had; one host read for each."""
-        return not all(torch.equal(_bits(param), _bits(value)) for param, value in self._values)
+        """Return whether a parameter was written, or has other bits than it had; one host read for each."""
+        if [param._version for param, _ in self._values] != self._versions:
+            return True
+        return not all(_is_same(param, value) for param, value in self._values)
+
+    def is_untouched(self) -> bool:
+        """Return whether parameters, state, hyper-parameters and counters all are what they were."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        now = (dict(self._optimizer.state), groups, _counters(self._optimizer))
+        return not self.has_moved() and _is_same(now, (self._state, self._groups, self._counters))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -55,12 +64,29 @@ class Snapshot:
             for name in [name for name in group if name != "params" and name not in values]:
                 del group[name]
             group.update({name: settle(group.get(name), value, other=_same) for name, value in values.items()})
+        for counter in _counters(optimizer).keys() - self._counters.keys():
+            del vars(optimizer)[counter]
         vars(optimizer).update(self._counters)
+
+
+def _counters(optimizer: Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in vars(optimizer).items() if type(value) in _SCALARS}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype is other.dtype and torch.equal(_bits(one), _bits(other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return one is other or (type(one) in _SCALARS and type(one) is type(other) and bool(one == other))
 
 
 def _bits(tensor: Tensor) -> Tensor:
     """Return the same memory as integers: a nan equals itself there."""
-    return tensor.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().view(kinds[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
 def _same(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """api.md section 3, closures: who is given one evaluates it when and as often as it wants, as the bare one does."""
 
+import copy
 import math
 
 import pytest
@@ -70,6 +71,23 @@ class AliG(torch.optim.SGD):
         return loss
 
 
+class Counts(torch.optim.SGD):
+    """Counts in its group and in itself before it evaluates, and steps by that."""
+
+    number = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.number += 1
+        group = self.param_groups[0]
+        group["t"] = group.get("t", 0) + 1
+        with torch.enable_grad():
+            loss = closure()
+        for p in group["params"]:
+            p.add_(p.grad, alpha=-group["lr"] / (group["t"] + self.number))
+        return loss
+
+
 def free(cls):
     return lambda params: cls(params, lr=0.05)
 
@@ -81,6 +99,8 @@ OPTIMIZERS = {
     "Sam": lambda params: Sam(params, lr=0.1, momentum=0.9),
     "Armijo": lambda params: Armijo(params, lr=0.1),
     "AliG": lambda params: AliG(params, lr=0.1),
+    "Counts": lambda params: Counts(params, lr=0.1),
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=2),
 }
 
 
@@ -131,13 +151,20 @@ def everything(optimizer):
         found += [(key, value) for key, value in sorted(group.items()) if key != "params"]
         for param in group["params"]:
             found += [("param", param), *sorted(optimizer.state.get(param, {}).items())]
-    return [(key, value.detach().clone() if isinstance(value, torch.Tensor) else value) for key, value in found]
+    found += [(key, value) for key, value in sorted(vars(optimizer).items()) if type(value) in (int, float)]
+    return [(key, copy.deepcopy(value.detach() if isinstance(value, torch.Tensor) else value)) for key, value in found]
 
 
-def assert_same(one, other):
-    assert [key for key, _ in one] == [key for key, _ in other]
-    for (key, a), (_, b) in zip(one, other, strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, key
+def assert_same(one, other, where="values"):
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b, one)
+    else:
+        assert one == other, where
 
 
 @pytest.mark.parametrize(("name", "clears"), [*((name, True) for name in OPTIMIZERS), ("Sam", False)])
