@@ -53,13 +53,13 @@ def name_of(value: Any) -> str:
 
 
 def refuse_objects(value: Any, where: str, why: str) -> None:
-    """Raise if there are objects in ``value``, but for numbers: nobody knows which of their elements are a rank's.
+    """Raise if there are objects in ``value``, numbers and tensors apart: nobody knows what of them is a rank's.
 
     Raises:
         ValueError: naming the place, the class found there, and ``why`` that matters.
     """
     for place, found in find_objects(value, where):
-        if not isinstance(found, Number):
+        if not isinstance(found, (Number, Tensor)):
             raise ValueError(
                 f"{place} holds a {name_of(found)}, and {why}. Save every rank's own optimizer.state_dict() and load "
                 'it on the same rank; or use shard_by="parameter", which keeps parameters whole, or shard="none"'
