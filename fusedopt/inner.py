@@ -11,7 +11,6 @@ with main_params. Knows nothing of ranks or files.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -27,13 +26,13 @@ from fusedopt.dtensor import is_dtensor, region_of
 from fusedopt.parts import Cut, piece, take, wrap
 from fusedopt.plain import refuse_objects
 from fusedopt.scratch import global_step_hooks_muted, state_to_come
+from fusedopt.signatures import requires_closure, step_with, takes_closure
 from fusedopt.stand_ins import StandIns
 
 HAS_STATE = "has_state"
 """Beside a parameter's state in torch's checkpoints: whether it had any."""
 
 _MISSING = object()
-_KEYWORDS = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 _NOT_HYPER_PARAMETERS = ("params", "param_names")
 
 Group = dict[str, Any]
@@ -48,7 +47,7 @@ class InnerOptimizers:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
-        self._take_closure = [_takes_closure(type(opt)) for opt in self.optimizers]
+        self._take_closure = [takes_closure(type(opt)) for opt in self.optimizers]
         # In the order of the outer groups: which optimizer, and which of its groups.
         self._places = [(o, g) for o, opt in enumerate(self.optimizers) for g in range(len(opt.param_groups))]
         self._agreed: list[Group] = [dict(self.group(i)) for i in range(self.num_groups)]
@@ -78,7 +77,7 @@ class InnerOptimizers:
     @property
     def requires_closure(self) -> bool:
         """Whether an inner optimizer cannot step without a closure (LBFGS)."""
-        return any(_requires_closure(opt) for opt in self.optimizers)
+        return any(requires_closure(type(opt)) for opt in self.optimizers)
 
     @property
     def evaluates(self) -> bool:
@@ -290,7 +289,7 @@ class InnerOptimizers:
                         continue
                     closure = closure_for(number) if closure_for is not None else None
                     with _attributes(opt, grad_scale=grad_scale, found_inf=found_inf), self._standing_in(number):
-                        results.append(opt.step() if closure is None else _step_with(opt, closure))
+                        results.append(opt.step() if closure is None else step_with(opt, closure))
             self._stepped.update(id(entry.param) for entry in entries if entry.has_grad)
             collect_gradients(entries)
         finally:
@@ -420,24 +419,6 @@ def _nbytes(value: Any) -> int:
     if isinstance(value, dict):
         return _nbytes(list(value.values()))
     return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0
-
-
-def _requires_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def _takes_closure(cls: type[Optimizer]) -> bool:
-    # LBFGS apart, torch's own evaluate it once, before all else.
-    if cls.step.__module__.startswith("torch.optim.") and not issubclass(cls, torch.optim.LBFGS):
-        return False
-    takes = list(inspect.signature(cls.step).parameters.values())[1:]
-    return any(param.name == "closure" or param.kind not in _KEYWORDS for param in takes)
-
-
-def _step_with(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-    is_named = "closure" in inspect.signature(type(optimizer).step).parameters
-    return optimizer.step(closure=closure) if is_named else optimizer.step(closure)
 
 
 def _cast_state(state: Any, old: torch.dtype, new: torch.dtype) -> Any:

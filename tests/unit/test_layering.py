@@ -97,11 +97,14 @@ TABLE = {
     "clip": Row(5, ("buffers", "comm", "backends", "backends.torch_ops"), ("torch",)),
     "parts": Row(4, ("dtensor", "layout", "pieces"), ("torch",)),
     "scratch": Row(2, ("main_grad",), ("torch",)),
+    "signatures": Row(0, (), ("torch",)),
     "stand_ins": Row(3, ("scratch",), ("torch",)),
     "plain": Row(1, (), ("torch",)),
     "loading": Row(1, (), ("torch",)),
     "rollback": Row(2, ("loading",), ("torch",)),
-    "inner": Row(5, ("dtensor", "buffers", "checks", "parts", "plain", "scratch", "stand_ins"), ("torch",)),
+    "inner": Row(
+        5, ("dtensor", "buffers", "checks", "parts", "plain", "scratch", "signatures", "stand_ins"), ("torch",)
+    ),
     "linear": Row(5, ("main_grad", "autograd", "backends"), ("torch",)),
     "adoption": Row(6, ("checks", "buffers", "arrival", "gather", "inner"), ("torch",)),
     "probe": Row(6, ("dtensor", "inner", "scratch"), ("torch",)),
