@@ -7,18 +7,35 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
+import functools
+import gc
+import logging
+import random
+import types
 import warnings
-from collections import defaultdict
+import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedopt.main_grad import OUR_ATTRIBUTES
+
+_MAX_OBJECTS = 100_000
+_MAX_NUMEL = 2**20
+"""What a copy may hold beside state. More is somebody's model or data."""
+
+_SHARED = (
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, weakref.ref),
+    *(logging.Logger, str, bytes, int, float, complex, type(None), torch.dtype, torch.device),
+)
+"""What `copy.deepcopy` hands on as it is."""
 
 
 def from_portable(parts: Sequence[tuple[type[Optimizer], dict[str, Any]]]) -> list[Optimizer]:
@@ -31,27 +48,199 @@ def from_portable(parts: Sequence[tuple[type[Optimizer], dict[str, Any]]]) -> li
     return optimizers
 
 
+class CannotCopy(RuntimeError):
+    """An optimizer holds what a small experiment must not touch, or cannot have a copy of."""
+
+
 def copy_over(optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor]) -> Optimizer:
-    """Return a copy of ``optimizer``, without state, with the settings of ``group`` over ``params`` alone."""
-    settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
-    state: dict[str, Any] = {**optimizer.__getstate__(), "param_groups": [{**settings, "params": list(params)}]}
-    state["defaults"] = dict(state.get("defaults", {}))  # torch adds to them where it unpickles
-    (copied,) = from_portable([(type(optimizer), state)])
-    for key, value in vars(optimizer).items():  # what a class keeps beside what torch pickles
-        is_bound = inspect.ismethod(value) and value.__self__ is optimizer  # a scheduler's `step`, for one
-        if key not in vars(copied) and not is_bound:
-            setattr(copied, key, copy.copy(value) if isinstance(value, (dict, list, set)) else value)
-    return copied
+    """Return a copy of ``optimizer``, without state, with the settings of ``group`` over ``params`` alone.
+
+    It shares no tensor and no Python object with the original; optimizers inside it are copied likewise. Left out are
+    state, other groups, and what callers hang on an optimizer: step hooks, and methods replaced on the instance, as
+    schedulers do with ``step``. Call it inside `unnoticed`: functions are shared, and may know tensors.
+
+    Raises:
+        CannotCopy: if it holds a model, parameters beside its groups, or large tensors beside its state.
+    """
+    return _Copy(optimizer, group, params).made
+
+
+class _Copy:
+    """A copy under construction: looks at all that `copy.deepcopy` would copy, and says first what stands for what."""
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        self._params = list(params)
+        self._replaced = {id(param) for param in group["params"]}
+        self._live = {id(param) for each in optimizer.param_groups for param in each["params"]}
+        self._memo: dict[int, Any] = {id(group["params"]): self._params}
+        self._fill: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._numel = 0
+        self._wanted = group
+        try:
+            self._walk(optimizer)
+            for empty, content in self._fill:
+                empty.update(copy.deepcopy(content, self._memo))
+        except CannotCopy:
+            raise
+        except Exception as error:  # whatever a third party's object does about being copied
+            raise CannotCopy(f"holds what cannot be copied ({error!r})") from error
+        self.made: Optimizer = self._memo[id(optimizer)]
+
+    def _walk(self, root: Any) -> None:
+        waiting, seen = [root], {id(self._memo)}
+        while waiting:
+            value = waiting.pop()
+            if id(value) in seen or id(value) in self._memo or isinstance(value, _SHARED):
+                continue
+            seen.add(id(value))
+            if len(seen) > _MAX_OBJECTS:
+                raise CannotCopy(f"holds more than {_MAX_OBJECTS} objects beside its state")
+            if isinstance(value, nn.Module):
+                raise CannotCopy(f"holds a model ({type(value).__name__})")
+            if isinstance(value, Tensor):
+                self._add_tensor(value)
+            elif isinstance(value, Optimizer):
+                waiting += self._add_optimizer(value)
+            else:
+                waiting += gc.get_referents(value)
+
+    def _add_tensor(self, tensor: Tensor) -> None:
+        self._numel += tensor.numel()
+        if id(tensor) in self._live:
+            raise CannotCopy("holds parameters beside its param_groups")
+        if self._numel > _MAX_NUMEL:
+            raise CannotCopy(f"holds tensors of more than {_MAX_NUMEL} elements beside its state")
+        self._memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    def _add_optimizer(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """Make the objects that stand for ``optimizer`` and its parts; return what these have to be filled with."""
+        first = len(self._fill)
+        cls, attributes = type(optimizer), dict(vars(optimizer))
+        made = self._memo[id(optimizer)] = cls.__new__(cls)
+        state = attributes.get("state")
+        if isinstance(state, dict):
+            kept: defaultdict[Any, Any] = defaultdict(dict)
+            self._memo[id(state)] = kept
+            self._fill.append((kept, {key: value for key, value in state.items() if not isinstance(key, Tensor)}))
+        if id(optimizer.param_groups) not in self._memo:  # an optimizer around another one may show that one's
+            self._memo[id(optimizer.param_groups)] = [self._stand_in(g) for g in optimizer.param_groups if self._has(g)]
+        for key, value in list(attributes.items()):
+            if key.startswith("_optimizer_") and key.endswith("_hooks"):
+                attributes[key] = OrderedDict()
+            elif callable(value) and hasattr(cls, key):
+                del attributes[key]
+        self._fill.append((vars(made), attributes))
+        return [content for _, content in self._fill[first:]]
+
+    def _has(self, group: dict[str, Any]) -> bool:
+        params = {id(param) for param in group["params"]}
+        if group is not self._wanted and params != self._replaced and params & self._replaced:
+            raise CannotCopy("holds another optimizer, whose groups are cut in another way")
+        return group is self._wanted or params == self._replaced
+
+    def _stand_in(self, group: dict[str, Any]) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        self._memo[id(group)] = made
+        self._memo[id(group["params"])] = self._params
+        self._fill.append((made, {key: value for key, value in group.items() if key != "param_names"}))
+        return made
+
+
+class Fence(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets operators write only into tensors that were made inside it, and notices random numbers.
+
+    However a copy comes by a tensor of the original (a function's closure, a module's global), it cannot change it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.refused: str | None = None
+        """The operator that would have written into a tensor from outside; its callers may have caught the error."""
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._ours: set[int] = set()
+        self._drew = False
+        self.seed(0)
+
+    def own(self, tensors: Sequence[Tensor]) -> None:
+        """Let ``tensors`` be written, too."""
+        self._ours.update(map(_storage_of, tensors))
+
+    def seed(self, number: int) -> None:
+        """Seed all generators."""
+        self._drew = hasattr(self, "_seeded") and self.drew
+        for generator in self._generators:
+            generator.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number)
+        self._seeded = _python_draws()
+
+    @property
+    def drew(self) -> bool:
+        """Whether random numbers were drawn inside."""
+        return self._drew or self._seeded != _python_draws()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func``, unless it would write into a tensor from outside."""
+        kwargs = kwargs or {}
+        written, is_fresh, is_random = _effects(func)
+        self._drew = self._drew or is_random
+        for position, name in written:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in _tensors_in(value):
+                if _storage_of(tensor) not in self._ours:
+                    self.refused = str(func)
+                    raise RuntimeError(f"{func} would write into a tensor that is not the copy's own")
+        result = func(*args, **kwargs)
+        if is_fresh:
+            self._ours.update(map(_storage_of, _tensors_in(result)))
+        return result
+
+
+@functools.cache
+def _effects(func: Any) -> tuple[list[tuple[int, str]], bool, bool]:
+    """Return which arguments of an operator are written, and whether it makes new tensors and draws random numbers."""
+    schema = func._schema
+    written = [
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    is_fresh = func is torch.ops.aten.lift_fresh.default or all(item.alias_info is None for item in schema.returns)
+    return written, is_fresh, torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, (list, tuple)) else []
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _python_draws() -> tuple[Any, ...]:
+    drawn: Any = np.random.get_state()
+    return random.getstate(), drawn[1].tobytes(), drawn[2]
 
 
 @contextlib.contextmanager
-def unnoticed(device: torch.device) -> Iterator[None]:
-    """Keep warnings, random numbers and global step hooks out of what a copy does."""
+def unnoticed(device: torch.device) -> Iterator[Fence]:
+    """Keep warnings, random numbers, global step hooks and writes out of what a copy does."""
     devices = [device] if device.type == "cuda" else []
+    drawn = random.getstate(), np.random.get_state()
     with warnings.catch_warnings(), torch.random.fork_rng(devices=devices), global_step_hooks_muted():
         warnings.simplefilter("ignore")
-        torch.manual_seed(0)
-        yield
+        try:
+            with Fence(device) as fence:
+                yield fence
+        finally:
+            random.setstate(drawn[0])
+            np.random.set_state(drawn[1])
 
 
 def state_to_come(optimizer: Optimizer, group: dict[str, Any], main_param: Tensor, name: str) -> dict[Any, Any]:
@@ -66,7 +255,8 @@ def state_to_come(optimizer: Optimizer, group: dict[str, Any], main_param: Tenso
     vars(param).update({key: value for key, value in vars(main_param).items() if key not in OUR_ATTRIBUTES})
     param.grad = torch.zeros_like(param)
     try:
-        with unnoticed(param.device), torch.no_grad():
+        with unnoticed(param.device) as fence, torch.no_grad():
+            fence.own([param, param.grad])
             copied = copy_over(optimizer, group, [param])
             copied.step()
     except Exception as error:
