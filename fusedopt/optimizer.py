@@ -100,12 +100,16 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             check_all_parameters(optimizers)
             is_fsdp = check_engines(all_named(optimizers), config.shard)
             _resolve_all(config.backend, all_named(optimizers))
-            ShardBy(inner_optimizers, config.shard_by).check(is_sharded=is_sharded)
+            shard_by = ShardBy(inner_optimizers, config.shard_by)
+            shard_by.check(is_sharded=is_sharded)
         comm = DataParallelGroup.alone(norm_group) if is_fsdp else comm
-        start_alike(comm, all_named(optimizers), dataclasses.asdict(config), broadcast=config.broadcast_params)
-        self._wire(inner_optimizers, config, comm)
+        settings = {**dataclasses.asdict(config), "shard_by": shard_by.decided or config.shard_by}
+        start_alike(comm, all_named(optimizers), settings, broadcast=config.broadcast_params)
+        self._wire(inner_optimizers, config, comm, shard_by)
 
-    def _wire(self, inner: InnerOptimizers, config: MainGradConfig, comm: DataParallelGroup) -> None:
+    def _wire(
+        self, inner: InnerOptimizers, config: MainGradConfig, comm: DataParallelGroup, shard_by: ShardBy | None = None
+    ) -> None:
         """Put the parts together over checked parameters, and take these on."""
         sharding = Sharding.of(config.shard, comm.shard_rank, comm.num_shards)
         self.config = config
@@ -126,8 +130,8 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         self._clip = Clip(self._buffers, comm, config.max_grad_norm, config.nonfinite)
         self._update = Update(inner, self._buffers, self._clip, self._gather)
         self._scalers = Scalers(self, self._buffers)
-        placement = ShardBy(inner, config.shard_by) if sharding.is_sharded else None
-        self._adoption = Adoption(inner, self._buffers, self._arrival, self._gather, placement)
+        shard_by = (shard_by or ShardBy(inner, config.shard_by)) if sharding.is_sharded else None
+        self._adoption = Adoption(inner, self._buffers, self._arrival, self._gather, shard_by)
         super().__init__([dict(inner.group(i)) for i in range(inner.num_groups)], inner.common_defaults())
         self.state = StateView(inner)  # type: ignore[assignment]
         # A wrapper that is dropped leaves the model as torch made it: hooks hold no reference to the wrapper.

@@ -10,6 +10,7 @@ parameter alone and among others, and on whole parameters against their pieces.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import warnings
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 
 from fusedopt.dtensor import is_cut
 from fusedopt.inner import InnerOptimizers
-from fusedopt.scratch import CannotCopy, copy_over, unnoticed
+from fusedopt.scratch import CannotCopy, copy_over, state_from_the_start, unnoticed
 
 _MATRIX = (8, 12)
 _SMALL: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
@@ -288,13 +289,17 @@ class _Trial:
             starts = [part.of(drawn[part.number][0]).to(self._device, dtype) for part in parts]
             params = [nn.Parameter(start.clone()) for start in starts]
             try:
-                copied = copy_over(self._optimizer, self._group, params)
-                _hasten(copied)
-                for step in range(_NUM_STEPS):
-                    for part, param in zip(parts, params, strict=True):
-                        param.grad = part.of(drawn[part.number][1][step]).to(self._device, dtype, copy=True)
-                    fence.seed(step)
-                    copied.step()
+                copied = copy_over(self._optimizer, self._group, params, fence)
+                with fence:
+                    for param in params:
+                        state = state_from_the_start(self._optimizer, self._group, param)
+                        copied.state.update({param: state} if state else {})
+                    _hasten(copied)
+                    for step in range(_NUM_STEPS):
+                        for part, param in zip(parts, params, strict=True):
+                            param.grad = part.of(drawn[part.number][1][step]).to(self._device, dtype, copy=True)
+                        fence.seed(step)
+                        copied.step()
             except CannotCopy as error:
                 raise _Untried(f"it {error}") from error
             except Exception as error:  # a third party's class on tensors it was not written for
@@ -345,7 +350,7 @@ def _hasten(copied: Optimizer) -> None:
             lr.clamp_(min=_MIN_LR)
         elif isinstance(lr, (int, float)) and lr < _MIN_LR:
             group["lr"] = _MIN_LR
-    if callable(getattr(copied, "train", None)):  # schedule-free
+    with contextlib.suppress(Exception):  # schedule-free has it; its step will say where this was needed and failed
         copied.train()  # type: ignore[attr-defined]
 
 

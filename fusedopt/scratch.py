@@ -11,6 +11,7 @@ import functools
 import gc
 import logging
 import random
+import sys
 import types
 import warnings
 import weakref
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedopt.main_grad import OUR_ATTRIBUTES
@@ -52,17 +54,54 @@ class CannotCopy(RuntimeError):
     """An optimizer holds what a small experiment must not touch, or cannot have a copy of."""
 
 
-def copy_over(optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor]) -> Optimizer:
+def copy_over(optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor], fence: Fence) -> Optimizer:
     """Return a copy of ``optimizer``, without state, with the settings of ``group`` over ``params`` alone.
 
     It shares no tensor and no Python object with the original; optimizers inside it are copied likewise. Left out are
     state, other groups, and what callers hang on an optimizer: step hooks, and methods replaced on the instance, as
-    schedulers do with ``step``. Call it inside `unnoticed`: functions are shared, and may know tensors.
+    schedulers do with ``step``. Functions are shared, and may know tensors: let it step only inside ``fence``.
 
     Raises:
-        CannotCopy: if it holds a model, parameters beside its groups, or large tensors beside its state.
+        CannotCopy: if it holds parameters beside its groups, or large tensors beside its state.
     """
-    return _Copy(optimizer, group, params).made
+    made = _Copy(optimizer, group, params)
+    fence.own([*params, *made.clones])
+    return made.optimizer
+
+
+def state_from_the_start(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[Any, Any]:
+    """Return state for ``param`` as a constructor made it for the parameters of ``group``; empty if that is not known.
+
+    A constructor can hardly make more than the parameter's own value, constants, and counts.
+    """
+    models = [each for each in group["params"] if each in optimizer.state and each.numel() > 1]
+    if not models:
+        return {}
+    model = min(models, key=Tensor.numel)
+    try:
+        state: dict[Any, Any] = _imitated(dict(optimizer.state[model]), model, param)
+    except LookupError:
+        return {}
+    return state
+
+
+def _imitated(value: Any, model: Tensor, param: Tensor) -> Any:
+    if isinstance(value, Tensor):
+        dtype = param.dtype if value.dtype is model.dtype else value.dtype
+        if value.numel() == 1:
+            return value.detach().to(dtype, copy=True)
+        if value.shape != model.shape:
+            raise LookupError
+        if torch.equal(value, model):
+            return param.detach().to(dtype, copy=True)
+        if bool((value == value.reshape(-1)[0]).all()):
+            return torch.full_like(param, value.reshape(-1)[0].item(), dtype=dtype, requires_grad=False)
+        raise LookupError
+    if isinstance(value, dict):
+        return {key: _imitated(item, model, param) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_imitated(item, model, param) for item in value)
+    return copy.deepcopy(value)
 
 
 class _Copy:
@@ -74,8 +113,9 @@ class _Copy:
         self._live = {id(param) for each in optimizer.param_groups for param in each["params"]}
         self._memo: dict[int, Any] = {id(group["params"]): self._params}
         self._fill: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._numel = 0
         self._wanted = group
+        self._numel = 0
+        self.clones: list[Tensor] = []
         try:
             self._walk(optimizer)
             for empty, content in self._fill:
@@ -84,19 +124,19 @@ class _Copy:
             raise
         except Exception as error:  # whatever a third party's object does about being copied
             raise CannotCopy(f"holds what cannot be copied ({error!r})") from error
-        self.made: Optimizer = self._memo[id(optimizer)]
+        self.optimizer: Optimizer = self._memo[id(optimizer)]
 
     def _walk(self, root: Any) -> None:
         waiting, seen = [root], {id(self._memo)}
         while waiting:
             value = waiting.pop()
+            if isinstance(value, types.FunctionType):
+                self._check_function(value)
             if id(value) in seen or id(value) in self._memo or isinstance(value, _SHARED):
                 continue
             seen.add(id(value))
             if len(seen) > _MAX_OBJECTS:
                 raise CannotCopy(f"holds more than {_MAX_OBJECTS} objects beside its state")
-            if isinstance(value, nn.Module):
-                raise CannotCopy(f"holds a model ({type(value).__name__})")
             if isinstance(value, Tensor):
                 self._add_tensor(value)
             elif isinstance(value, Optimizer):
@@ -104,13 +144,21 @@ class _Copy:
             else:
                 waiting += gc.get_referents(value)
 
+    def _check_function(self, function: types.FunctionType) -> None:
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                if isinstance(cell.cell_contents, Optimizer) or id(cell.cell_contents) in self._live:
+                    raise CannotCopy(f"holds a function ({function.__qualname__}) that knows it or its parameters")
+
     def _add_tensor(self, tensor: Tensor) -> None:
-        self._numel += tensor.numel()
         if id(tensor) in self._live:
-            raise CannotCopy("holds parameters beside its param_groups")
+            raise CannotCopy("holds parameters beside its param_groups, or a model")
+        self._numel += tensor.numel()
         if self._numel > _MAX_NUMEL:
             raise CannotCopy(f"holds tensors of more than {_MAX_NUMEL} elements beside its state")
-        self._memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        clone = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        self.clones.append(clone)
+        self._memo[id(tensor)] = clone
 
     def _add_optimizer(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Make the objects that stand for ``optimizer`` and its parts; return what these have to be filled with."""
@@ -144,6 +192,20 @@ class _Copy:
         self._memo[id(group["params"])] = self._params
         self._fill.append((made, {key: value for key, value in group.items() if key != "param_names"}))
         return made
+
+
+class _PlainCopies(TorchFunctionMode):
+    """Lets `copy.deepcopy` of a tensor go by way of an operator, which a `Fence` sees: torch's copies the storage."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
 
 
 class Fence(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -195,8 +257,10 @@ class Fence(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.refused = str(func)
                     raise RuntimeError(f"{func} would write into a tensor that is not the copy's own")
         result = func(*args, **kwargs)
-        if is_fresh:
-            self._ours.update(map(_storage_of, _tensors_in(result)))
+        if is_fresh:  # by its schema; some (unsafe_split) give views all the same
+            given = {_storage_of(tensor) for value in args for tensor in _tensors_in(value)}
+            made = {_storage_of(tensor) for tensor in _tensors_in(result)}
+            self._ours |= made if func is torch.ops.aten.lift_fresh.default else made - given
         return result
 
 
@@ -230,14 +294,22 @@ def _python_draws() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def unnoticed(device: torch.device) -> Iterator[Fence]:
-    """Keep warnings, random numbers, global step hooks and writes out of what a copy does."""
+    """Keep warnings, random numbers and global step hooks out of what a copy does, and compilers away from it.
+
+    Writes are kept out by the fence that this gives, once it is entered.
+    """
     devices = [device] if device.type == "cuda" else []
     drawn = random.getstate(), np.random.get_state()
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=devices), global_step_hooks_muted():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(global_step_hooks_muted())
+        stack.enter_context(_PlainCopies())
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         warnings.simplefilter("ignore")
         try:
-            with Fence(device) as fence:
-                yield fence
+            yield Fence(device)
         finally:
             random.setstate(drawn[0])
             np.random.set_state(drawn[1])
@@ -256,9 +328,10 @@ def state_to_come(optimizer: Optimizer, group: dict[str, Any], main_param: Tenso
     param.grad = torch.zeros_like(param)
     try:
         with unnoticed(param.device) as fence, torch.no_grad():
-            fence.own([param, param.grad])
-            copied = copy_over(optimizer, group, [param])
-            copied.step()
+            copied = copy_over(optimizer, group, [param], fence)
+            fence.own([param.grad])
+            with fence:
+                copied.step()
     except Exception as error:
         raise RuntimeError(
             f"what state {type(optimizer).__name__} will have for parameter {name} is not known before its first step: "
