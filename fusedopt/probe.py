@@ -199,15 +199,20 @@ def try_out(optimizer: Optimizer, group: dict[str, Any]) -> Verdict:
         return Verdict("random")
     if not is_separable:
         return Verdict("coupled")
+    kind = "element" if _is_right_on_pieces(trial) else "parameter"
+    return Verdict("random" if trial.drew else kind)
+
+
+def _is_right_on_pieces(trial: _Trial) -> bool:
     for cuts, is_steady in ((_SMALL, True), (_SMALL, False), (_LARGE, False)):
         wholes = [_Part(number, shape, is_steady) for number, shape in enumerate(cuts)]
         pieces = [piece for whole in wholes for at in cuts[whole.shape] for piece in whole.cut(at)]
         try:
             if not trial.is_same(wholes, pieces):
-                return Verdict("parameter")
+                return False
         except _Untried:
-            return Verdict("parameter")
-    return Verdict("random" if trial.drew else "element")
+            return False
+    return True
 
 
 class _Untried(Exception):
