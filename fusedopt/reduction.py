@@ -301,14 +301,15 @@ class Reduction:
             self._mind_failure()
         while True:
             said = self._exchange(meeting)
-            if said.problem is not Problem.NONE:
-                if said.problem is Problem.LOSES_WINDOW:
-                    self._on_lost()
+            if said.problem is Problem.CAN_BE_MENDED:
                 self._comm.raise_together(meeting.problem)
             if not said.agrees_on_numbers:
                 self._parcels.clear()
             else:
                 self._join(said)
+            if said.problem is Problem.LOSES_WINDOW:
+                self._drop_window()
+                self._comm.raise_together(meeting.problem)
             mismatch = said.mismatch()
             if mismatch is not None:
                 self._lose(mismatch)
@@ -385,7 +386,7 @@ class Reduction:
             bucket.is_settled = False
         self._ballot.give_all(given)
 
-    def _lose(self, reason: str) -> NoReturn:
+    def _drop_window(self) -> None:
         while self._parcels:
             self._parcels.popleft().pending.wait()
         for entry in self._buffers.entries:
@@ -394,6 +395,9 @@ class Reduction:
         self._ballot.give_all([])
         self.note_versions()
         self._on_lost()
+
+    def _lose(self, reason: str) -> NoReturn:
+        self._drop_window()
         raise RuntimeError(
             f"{reason}. All ranks raise this: the gradients of this window are lost, and were cleared. Call "
             "optimizer.zero_grad() on all ranks and go on with the next window"
