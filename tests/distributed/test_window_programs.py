@@ -52,6 +52,8 @@ class Ranks:
                 do(*args)
             except RuntimeError:
                 self.raised.append(number)
+                if self.twin.num_pending == 0:  # a window that is lost is cleared on all ranks
+                    self.twin.sums = [None, None]
                 return []
             return [f"{number} {op}: nothing raised"]
         got = do(*args)
@@ -89,7 +91,9 @@ def play(rank, world_size, shard, seeds):
     problems, raised = [], []
     for seed in seeds:
         ranks = Ranks(rank, world_size, shard, k=2 + seed % 2)
-        for number, op in enumerate(random_program(seed, world_size, shard)):
+        program = random_program(seed, world_size, shard)
+        program += [("step",)] * 3  # what is under way at the end meets everybody
+        for number, op in enumerate(program):
             problems += [f"seed {seed}, {text}" for text in ranks.play(number, *op)]
         raised += [(seed, number) for number in ranks.raised]
     return problems[:8], raised
