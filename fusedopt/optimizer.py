@@ -236,13 +236,14 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         self._reduction.note_versions()
 
     def _finish_window(self, num_micro_batches: int, *, is_early: bool = False) -> None:
-        with self._reduction.meeting(
-            Kind.STEP, num_micro_batches
-        ):  # what one rank must refuse, all refuse; the window stays
+        # What one rank must refuse, all refuse; the window stays.
+        with self._reduction.meeting(Kind.STEP, num_micro_batches) as meeting:
             self._prepare()
             if is_early:
                 self._window.check_flush(self._arrival.num_arrivals)
-            self._update.begin(self.param_groups)
+            meeting.note = self._update.begin(self.param_groups)
+        if meeting.note and self._comm.world_size > 1:  # an edit that shows in one rank's part may not in another's
+            self._buffers.take_over_unseen()
         try:
             for max_norm, norm_type in self._window.clips:
                 self._clip_mean(max_norm, norm_type, num_micro_batches)

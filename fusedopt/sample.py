@@ -1,0 +1,142 @@
+"""A few elements of every rounded parameter, compared with its main_param before each step.
+
+    [parameters] -> layout -> buffers -> arrival -> reduction -> clip -> step -> write-back -> gather
+
+After a write-back a model parameter is its main_param, rounded. What torch counts since then is seen by its version, a
+rebound ``p.data`` by its address; a write through ``p.data`` (weight averaging, clamping) leaves no trace, and the next
+write-back would undo it. Comparing all elements would cost a fifth of a step on memory that nothing else reads; a few,
+spread over each parameter, cost next to nothing, and whoever averages or copies weights changes nearly all.
+
+On a CPU the answer is there at once. On a device nobody waits for it: it is copied to the host in the background, and
+read in a later step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+NUM_ELEMENTS = 8
+"""Of each parameter."""
+
+
+class Sample:
+    """Elements of parameters, and the same elements of their main_params.
+
+    Args:
+        models: local model values, bfloat16 or float16.
+        mains: as many main_params, float32, of the same shapes; on the same devices.
+    """
+
+    def __init__(self, models: Sequence[Tensor], mains: Sequence[Tensor]) -> None:
+        self._models, self._mains = list(models), list(mains)
+        self._addresses = self._now_at()
+        groups: dict[tuple[torch.dtype, torch.device], _Group] = {}
+        for number, (model, main) in enumerate(zip(models, mains, strict=True)):
+            key = model.dtype, model.device
+            if key not in groups:
+                groups[key] = _Group(*key)
+            groups[key].add(number, model.detach(), main.detach())
+        self._groups = [group for group in groups.values() if group.owners]
+        for group in self._groups:
+            group.begin()
+
+    def _now_at(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in (*self._models, *self._mains)]
+
+    def is_stale(self) -> bool:
+        """Return whether a tensor was rebound: its elements are elsewhere now."""
+        return self._now_at() != self._addresses
+
+    @property
+    def answers_late(self) -> bool:
+        """Whether some answers come by `late`."""
+        return any(answers_late(group.device) for group in self._groups)
+
+    def look(self) -> list[int]:
+        """Compare, and return the numbers of the parameters that differ, as far as the host knows without waiting."""
+        return [number for group in self._groups for number in group.look()]
+
+    def late(self) -> list[int]:
+        """Return the numbers of parameters that an earlier `look` found to differ on a device."""
+        return [number for group in self._groups for number in group.late()]
+
+
+def answers_late(device: torch.device) -> bool:
+    """Return whether asking ``device`` for a result would make the host wait."""
+    return device.type != "cpu"
+
+
+def _host_cell() -> Tensor:
+    return torch.zeros((), dtype=torch.int64, pin_memory=True)
+
+
+class _Group:
+    """The sample of one dtype and device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self.device = device
+        self.owners: list[int] = []  # by element
+        self._models: list[Tensor] = []
+        self._mains: list[Tensor] = []
+
+    def add(self, number: int, model: Tensor, main: Tensor) -> None:
+        """Take elements of parameter ``number``."""
+        for model_view, main_view in _spread(model, main):
+            self._models.append(model_view)
+            self._mains.append(main_view)
+            self.owners += [number] * model_view.numel()
+
+    def begin(self) -> None:
+        """Make what carries answers from a device."""
+        if answers_late(self.device):
+            self._places = torch.arange(1, len(self.owners) + 1, device=self.device)
+            self._found = torch.zeros((), dtype=torch.int64, device=self.device)  # place of a differing element, from 1
+            self._on_host = _host_cell()
+
+    def look(self) -> list[int]:
+        """Compare; see `Sample.look`."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return []
+        model = torch.cat(self._models).view(torch.int16)
+        main = torch.cat(self._mains).to(self._dtype).view(torch.int16)
+        if answers_late(self.device):
+            torch.maximum(self._found, torch.where(model != main, self._places, 0).max(), out=self._found)
+            self._on_host.copy_(self._found, non_blocking=True)
+            return []
+        if torch.equal(model, main):
+            return []
+        return list(dict.fromkeys(self.owners[place] for place in (model != main).nonzero().flatten().tolist()))
+
+    def late(self) -> list[int]:
+        """Return what a device found; see `Sample.late`."""
+        if not answers_late(self.device) or not int(self._on_host):  # memory of the host: nobody waits
+            return []
+        place = int(self._found)  # waits, also for copies that are under way
+        self._found.zero_()
+        self._on_host.zero_()
+        return [self.owners[place - 1]]
+
+
+def _spread(model: Tensor, main: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of 1-D views of the same elements, spread over memory; one pair where both lie alike and dense."""
+    numel = model.numel()
+    step = max(1, numel // NUM_ELEMENTS)
+    step -= step > 2 and step % 2 == 0  # else all may be in one column of a matrix
+    places = range(step // 2, numel, step)[:NUM_ELEMENTS]
+    if not places:
+        return []
+    if model.stride() == main.stride() and _is_dense(model):
+        size, stride = (len(places),), (step,)
+        model_view, main_view = (t.as_strided(size, stride, t.storage_offset() + places[0]) for t in (model, main))
+        return [(model_view, main_view)]
+    indices = [torch.unravel_index(torch.tensor(place), model.shape) for place in places]
+    return [(model[i].view(1), main[i].view(1)) for i in (tuple(int(n) for n in index) for index in indices)]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span == tensor.numel()
