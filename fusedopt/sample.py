@@ -4,8 +4,8 @@
 
 After a write-back a model parameter is its main_param, rounded. What torch counts since then is seen by its version, a
 rebound ``p.data`` by its address; a write through ``p.data`` (weight averaging, clamping) leaves no trace, and the next
-write-back would undo it. Comparing all elements would cost a fifth of a step on memory that nothing else reads; a few,
-spread over each parameter, cost next to nothing, and whoever averages or copies weights changes nearly all.
+write-back would undo it. Comparing all elements would cost about a fifth of the step; a few of each parameter cost next
+to nothing, and whoever averages, copies, decays or prunes weights changes many.
 
 On a CPU the answer is there at once. On a device nobody waits for it: it is copied to the host in the background, and
 read in a later step.
@@ -18,8 +18,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-NUM_ELEMENTS = 8
-"""Of each parameter."""
+RUN = 8
+"""Neighbouring elements that are looked at together: in memory they cost as much as one."""
+
+NUM_RUNS = 16
+"""At least, over all parameters; of each one at least."""
 
 
 class Sample:
@@ -34,11 +37,12 @@ class Sample:
         self._models, self._mains = list(models), list(mains)
         self._addresses = self._now_at()
         groups: dict[tuple[torch.dtype, torch.device], _Group] = {}
+        num_runs = max(1, NUM_RUNS // max(1, len(self._models)))
         for number, (model, main) in enumerate(zip(models, mains, strict=True)):
             key = model.dtype, model.device
             if key not in groups:
                 groups[key] = _Group(*key)
-            groups[key].add(number, model.detach(), main.detach())
+            groups[key].add(number, _runs_of(model.detach(), main.detach(), num_runs))
         self._groups = [group for group in groups.values() if group.owners]
         for group in self._groups:
             group.begin()
@@ -83,9 +87,9 @@ class _Group:
         self._models: list[Tensor] = []
         self._mains: list[Tensor] = []
 
-    def add(self, number: int, model: Tensor, main: Tensor) -> None:
-        """Take elements of parameter ``number``."""
-        for model_view, main_view in _spread(model, main):
+    def add(self, number: int, runs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Take ``runs`` of parameter ``number``."""
+        for model_view, main_view in runs:
             self._models.append(model_view)
             self._mains.append(main_view)
             self.owners += [number] * model_view.numel()
@@ -107,9 +111,10 @@ class _Group:
             torch.maximum(self._found, torch.where(model != main, self._places, 0).max(), out=self._found)
             self._on_host.copy_(self._found, non_blocking=True)
             return []
-        if torch.equal(model, main):
+        differs = model.numpy() != main.numpy()  # in memory of the host: asks no device
+        if not differs.any():
             return []
-        return list(dict.fromkeys(self.owners[place] for place in (model != main).nonzero().flatten().tolist()))
+        return list(dict.fromkeys(self.owners[place] for place in differs.nonzero()[0]))
 
     def late(self) -> list[int]:
         """Return what a device found; see `Sample.late`."""
@@ -121,20 +126,22 @@ class _Group:
         return [self.owners[place - 1]]
 
 
-def _spread(model: Tensor, main: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of 1-D views of the same elements, spread over memory; one pair where both lie alike and dense."""
-    numel = model.numel()
-    step = max(1, numel // NUM_ELEMENTS)
-    step -= step > 2 and step % 2 == 0  # else all may be in one column of a matrix
-    places = range(step // 2, numel, step)[:NUM_ELEMENTS]
-    if not places:
-        return []
+def _runs_of(model: Tensor, main: Tensor, num_runs: int) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of 1-D views of the same elements."""
+    stretch = model.numel() // num_runs
+    if stretch <= RUN:
+        num_runs, stretch = min(num_runs, 1), model.numel()
+    # Anywhere in its stretch, so that runs are not all in one column of a matrix, or all at the start of a row.
+    starts = [i * stretch + (i + 1) * 7919 * RUN % max(1, stretch - RUN + 1) for i in range(num_runs)]
+    runs = [range(start, min(start + RUN, model.numel())) for start in starts if start < model.numel()]
     if model.stride() == main.stride() and _is_dense(model):
-        size, stride = (len(places),), (step,)
-        model_view, main_view = (t.as_strided(size, stride, t.storage_offset() + places[0]) for t in (model, main))
-        return [(model_view, main_view)]
-    indices = [torch.unravel_index(torch.tensor(place), model.shape) for place in places]
-    return [(model[i].view(1), main[i].view(1)) for i in (tuple(int(n) for n in index) for index in indices)]
+        return [(_run_of(model, run), _run_of(main, run)) for run in runs]
+    indices = [tuple(map(int, torch.unravel_index(torch.tensor(i), model.shape))) for run in runs for i in run]
+    return [(model[index].view(1), main[index].view(1)) for index in indices]
+
+
+def _run_of(tensor: Tensor, run: range) -> Tensor:
+    return tensor.as_strided((len(run),), (1,), tensor.storage_offset() + run.start)
 
 
 def _is_dense(tensor: Tensor) -> bool:
