@@ -319,6 +319,7 @@ class Buffers:
         if everything:
             self._take_over(self.entries)
             return False
+        self._refuse_late()
         self._take_over([entry for entry in self.entries if entry.was_edited_outside()])
         shows_edit = self._shows_unseen_edit()
         if shows_edit:
@@ -341,18 +342,20 @@ class Buffers:
             if entry.bucket.main is not None or entry.bucket.model is not None:
                 entry.mark_synced()
 
+    def _refuse_late(self) -> None:
+        late = [self._sample[1][number] for number in self._sample[0].late()] if self._sample is not None else []
+        if late:
+            raise RuntimeError(
+                f"parameter {late[0].slot.name} was written through .data (or by what torch does not count) before an "
+                "earlier step, which has undone that. Write under torch.no_grad() into the parameter itself, which is "
+                "seen, or call optimizer.sync_main_params() after such a write and before the next step"
+            )
+
     def _shows_unseen_edit(self) -> bool:
         """Return whether model parameters were edited in a way that torch does not count, see `sample`."""
         if self.is_stepping:  # a step that failed left main_params ahead
             return False
         sample, entries = self._sample or self._draw()
-        late = sample.late()
-        if late:
-            raise RuntimeError(
-                f"parameter {entries[late[0]].slot.name} was written through .data (or by what torch does not count) "
-                "before an earlier step, which has undone that. Write under torch.no_grad() into the parameter itself, "
-                "which is seen, or call optimizer.sync_main_params() after such a write and before the next step"
-            )
         if sample.answers_late:
             if any(_was_written(entry) for entry in entries):
                 return False

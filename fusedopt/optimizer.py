@@ -393,7 +393,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
     # -- weights from outside, train and eval
 
     def sync_main_params(self) -> None:
-        """Take over edits of the model's weights that torch does not count: writes through ``param.data``."""
+        """Take over all edits of the model's weights, also single elements written through ``param.data``."""
         self._gather.finish()
         self._buffers.take_over(everything=True)
 

@@ -44,8 +44,6 @@ class Sample:
                 groups[key] = _Group(*key)
             groups[key].add(number, _runs_of(model.detach(), main.detach(), num_runs))
         self._groups = [group for group in groups.values() if group.owners]
-        for group in self._groups:
-            group.begin()
 
     def _now_at(self) -> list[int]:
         return [tensor.data_ptr() for tensor in (*self._models, *self._mains)]
@@ -86,6 +84,7 @@ class _Group:
         self.owners: list[int] = []  # by element
         self._models: list[Tensor] = []
         self._mains: list[Tensor] = []
+        self._answer: _Answer | None = None
 
     def add(self, number: int, runs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Take ``runs`` of parameter ``number``."""
@@ -94,13 +93,6 @@ class _Group:
             self._mains.append(main_view)
             self.owners += [number] * model_view.numel()
 
-    def begin(self) -> None:
-        """Make what carries answers from a device."""
-        if answers_late(self.device):
-            self._places = torch.arange(1, len(self.owners) + 1, device=self.device)
-            self._found = torch.zeros((), dtype=torch.int64, device=self.device)  # place of a differing element, from 1
-            self._on_host = _host_cell()
-
     def look(self) -> list[int]:
         """Compare; see `Sample.look`."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -108,22 +100,37 @@ class _Group:
         model = torch.cat(self._models).view(torch.int16)
         main = torch.cat(self._mains).to(self._dtype).view(torch.int16)
         if answers_late(self.device):
-            torch.maximum(self._found, torch.where(model != main, self._places, 0).max(), out=self._found)
-            self._on_host.copy_(self._found, non_blocking=True)
+            self._answer = self._answer or _Answer(len(self.owners), self.device)
+            self._answer.send(model != main)
             return []
         differs = model.numpy() != main.numpy()  # in memory of the host: asks no device
-        if not differs.any():
-            return []
-        return list(dict.fromkeys(self.owners[place] for place in differs.nonzero()[0]))
+        return list(dict.fromkeys(self.owners[place] for place in differs.nonzero()[0])) if differs.any() else []
 
     def late(self) -> list[int]:
         """Return what a device found; see `Sample.late`."""
-        if not answers_late(self.device) or not int(self._on_host):  # memory of the host: nobody waits
-            return []
-        place = int(self._found)  # waits, also for copies that are under way
+        place = self._answer.take() if self._answer is not None else None
+        return [] if place is None else [self.owners[place]]
+
+
+class _Answer:
+    """Brings the place of an element that differed from a device to the host, without waiting for it."""
+
+    def __init__(self, num_elements: int, device: torch.device) -> None:
+        self._places = torch.arange(1, num_elements + 1, device=device)
+        self._found = torch.zeros((), dtype=torch.int64, device=device)  # a place, from 1
+        self._on_host = _host_cell()
+
+    def send(self, differs: Tensor) -> None:
+        torch.maximum(self._found, torch.where(differs, self._places, 0).max(), out=self._found)
+        self._on_host.copy_(self._found, non_blocking=True)
+
+    def take(self) -> int | None:
+        if not int(self._on_host):  # memory of the host: nobody waits
+            return None
+        place = int(self._found) - 1  # waits, also for copies that are under way
         self._found.zero_()
         self._on_host.zero_()
-        return [self.owners[place - 1]]
+        return place
 
 
 def _runs_of(model: Tensor, main: Tensor, num_runs: int) -> list[tuple[Tensor, Tensor]]:
