@@ -43,6 +43,8 @@ _INTERVAL = re.compile("step.|.step|interval|gap|freq|warm|period|every|epoch|it
 _MIN_LR = 1e-3
 """In a copy: a schedule's warm-up begins at zero, and steps that vanish in rounding would show nothing."""
 
+_HIDDEN = "it draws random numbers, and what it does to one parameter differs where there are others"
+
 _ROUNDING = 1e-9
 """What float64 runs may differ by, of how far a parameter moved: kernels round the ends of tensors in other ways."""
 
@@ -188,19 +190,23 @@ def _check_cut(seen: Verdict, param: str, name: str) -> None:
 def try_out(optimizer: Optimizer, group: dict[str, Any]) -> Verdict:
     """Run copies of ``optimizer``, with the settings of ``group``, on small tensors; nothing of it is touched."""
     trial = _Trial(optimizer, group)
-    is_separable = True
     try:
-        for is_steady in (True, False):
-            main, steep, flat = (_Part(number, _MATRIX, is_steady, 10.0 ** (2 * number % 3)) for number in range(3))
-            is_separable = is_separable and trial.is_same([main], [steep, main, flat])
+        is_separable = _is_separable(trial)
     except _Untried as error:
         return Verdict("unknown", str(error))
-    if trial.drew:
-        return Verdict("random")
     if not is_separable:
-        return Verdict("coupled")
+        return Verdict("unknown", _HIDDEN) if trial.drew else Verdict("coupled")
     kind = "element" if _is_right_on_pieces(trial) else "parameter"
     return Verdict("random" if trial.drew else kind)
+
+
+def _is_separable(trial: _Trial) -> bool:
+    """Return whether a parameter ends alike alone, and between others that are far steeper and far flatter."""
+    is_alike = True
+    for is_steady in (True, False):
+        main, steep, flat = (_Part(number, _MATRIX, is_steady, (1.0, 100.0, 0.01)[number]) for number in range(3))
+        is_alike = trial.is_same([main], [steep, main, flat]) and is_alike
+    return is_alike
 
 
 def _is_right_on_pieces(trial: _Trial) -> bool:

@@ -9,7 +9,9 @@ import contextlib
 import copy
 import functools
 import gc
+import io
 import logging
+import pickle
 import random
 import sys
 import types
@@ -32,6 +34,9 @@ from fusedopt.main_grad import OUR_ATTRIBUTES
 _MAX_OBJECTS = 100_000
 _MAX_NUMEL = 2**20
 """What a copy may hold beside state. More is somebody's model or data."""
+
+_MAX_DRAWS = 10_000
+"""Random operators in one step."""
 
 _SHARED = (
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, weakref.ref),
@@ -66,6 +71,7 @@ def copy_over(optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tens
     """
     made = _Copy(optimizer, group, params)
     fence.own([*params, *made.clones])
+    fence.watch(made.generators)
     return made.optimizer
 
 
@@ -115,6 +121,7 @@ class _Copy:
         self._fill: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._wanted = group
         self._numel = 0
+        self._generators: list[Any] = []
         self.clones: list[Tensor] = []
         try:
             self._walk(optimizer)
@@ -125,6 +132,7 @@ class _Copy:
         except Exception as error:  # whatever a third party's object does about being copied
             raise CannotCopy(f"holds what cannot be copied ({error!r})") from error
         self.optimizer: Optimizer = self._memo[id(optimizer)]
+        self.generators = [self._memo.get(id(generator), generator) for generator in self._generators]
 
     def _walk(self, root: Any) -> None:
         waiting, seen = [root], {id(self._memo)}
@@ -137,6 +145,8 @@ class _Copy:
             seen.add(id(value))
             if len(seen) > _MAX_OBJECTS:
                 raise CannotCopy(f"holds more than {_MAX_OBJECTS} objects beside its state")
+            if isinstance(value, (random.Random, np.random.RandomState, np.random.Generator)):
+                self._generators.append(value)
             if isinstance(value, Tensor):
                 self._add_tensor(value)
             elif isinstance(value, Optimizer):
@@ -211,6 +221,7 @@ class _PlainCopies(TorchFunctionMode):
 class Fence(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets operators write only into tensors that were made inside it, and notices random numbers.
 
+    Operators that draw begin anew each time: what one parameter gets does not depend on how many there are.
     However a copy comes by a tensor of the original (a function's closure, a module's global), it cannot change it.
     """
 
@@ -223,6 +234,7 @@ class Fence(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._generators.append(torch.cuda.default_generators[device.index or 0])
         self._ours: set[int] = set()
         self._drew = False
+        self.watch(())
         self.seed(0)
 
     def own(self, tensors: Sequence[Tensor]) -> None:
@@ -231,17 +243,31 @@ class Fence(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def seed(self, number: int) -> None:
         """Seed all generators."""
-        self._drew = hasattr(self, "_seeded") and self.drew
+        self._drew = self.drew
+        self._number, self._num_draws = number, 0
         for generator in self._generators:
             generator.manual_seed(number)
         random.seed(number)
         np.random.seed(number)
-        self._seeded = _python_draws()
+        self.watch(self._watched)
+
+    def watch(self, generators: Sequence[Any]) -> None:
+        """Notice what is drawn from ``generators`` of Python and numpy, beside those that their modules have."""
+        self._watched = generators
+        self._before = _states_of(generators)
 
     @property
     def drew(self) -> bool:
         """Whether random numbers were drawn inside."""
-        return self._drew or self._seeded != _python_draws()
+        return self._drew or self._before != _states_of(self._watched)
+
+    def _begin_anew(self, given: torch.Generator | None) -> None:
+        self._drew = True
+        self._num_draws += 1
+        if self._num_draws > _MAX_DRAWS:
+            raise RuntimeError("it draws until it likes what it gets, and here it gets the same each time")
+        for generator in self._generators if given is None else [given]:
+            generator.manual_seed(self._number)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -249,7 +275,8 @@ class Fence(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run ``func``, unless it would write into a tensor from outside."""
         kwargs = kwargs or {}
         written, is_fresh, is_random = _effects(func)
-        self._drew = self._drew or is_random
+        if is_random:
+            self._begin_anew(kwargs.get("generator"))
         for position, name in written:
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in _tensors_in(value):
@@ -287,14 +314,13 @@ def _storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _python_draws() -> tuple[Any, ...]:
-    drawn: Any = np.random.get_state()
-    return random.getstate(), drawn[1].tobytes(), drawn[2]
+def _states_of(generators: Sequence[Any]) -> list[bytes]:
+    return [pickle.dumps(item) for item in (random.getstate(), np.random.get_state(), *generators)]
 
 
 @contextlib.contextmanager
 def unnoticed(device: torch.device) -> Iterator[Fence]:
-    """Keep warnings, random numbers and global step hooks out of what a copy does, and compilers away from it.
+    """Keep warnings, prints, random numbers and global step hooks out of what a copy does, and compilers away from it.
 
     Writes are kept out by the fence that this gives, once it is entered.
     """
@@ -302,6 +328,7 @@ def unnoticed(device: torch.device) -> Iterator[Fence]:
     drawn = random.getstate(), np.random.get_state()
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(global_step_hooks_muted())
         stack.enter_context(_PlainCopies())

@@ -331,13 +331,65 @@ class NoisyByNumpy(Toy):
         return momentum * np.random.rand()
 
 
+class OwnGenerators(Toy):
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        self.generators = [torch.Generator(), random.Random(3)]
+
+    def update(self, group, param, momentum):
+        return momentum + torch.rand((), generator=self.generators[0]) + self.generators[1].random()
+
+
+class NoisyByStep(Toy):
+    """Throws its own coin once a step, seeded alike everywhere."""
+
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        self.coin = random.Random(3)
+
+    def step(self, closure=None):
+        self.factor = self.coin.random()
+        super().step()
+
+    def update(self, group, param, momentum):
+        return momentum * self.factor
+
+
+class NoisyAndCoupled(ClippedTogether):
+    def update(self, group, param, momentum):
+        return momentum + torch.randn_like(momentum)
+
+
 @pytest.mark.parametrize("wanted", ["auto", "parameter"])
-@pytest.mark.parametrize("cls", [Noisy, NoisyByHand, NoisyByNumpy])
+@pytest.mark.parametrize("cls", [Noisy, NoisyByStep])
 def test_random_numbers_are_noticed_and_said(cls, wanted):
     with pytest.warns(UserWarning, match=rf"{cls.__name__} draws random numbers.*every rank draws its own"):
         assert shard_by(make(cls), wanted) == "parameter"
     with pytest.raises(ValueError, match=rf'shard_by="element".*{cls.__name__} draws random numbers'):
         shard_by(make(cls), "element")
+
+
+@pytest.mark.parametrize("cls", [NoisyAndCoupled, NoisyByHand, NoisyByNumpy, OwnGenerators])
+def test_where_random_numbers_may_hide_more_they_are_sharded_at_the_users_word_only(cls):
+    """The operators of torch begin anew for each parameter of a trial; Python's and numpy's generators cannot."""
+    with pytest.raises(ValueError, match=rf"{cls.__name__} can be sharded is not known.*draws random numbers"):
+        shard_by(make(cls))
+    with pytest.warns(UserWarning, match=rf"{cls.__name__} .*draws random numbers, and what it does to one"):
+        assert shard_by(make(cls), "parameter") == "parameter"
+
+
+class Choosy(Toy):
+    """Draws until it likes what it gets."""
+
+    def update(self, group, param, momentum):
+        while torch.rand(()) < 0.9 or torch.rand(()) > 0.1:
+            pass
+        return momentum
+
+
+def test_who_draws_without_end_is_stopped():
+    with pytest.raises(ValueError, match=r"Choosy can be sharded is not known.*draws until it likes what it gets"):
+        shard_by(make(Choosy))
 
 
 # -- nothing is touched
@@ -364,15 +416,6 @@ class Lookahead(torch.optim.Optimizer):
             for param in self.param_groups[0]["params"]:
                 slow = self.state[param]["slow"]
                 param.copy_(slow.lerp_(param, 0.5))
-
-
-class OwnGenerators(Toy):
-    def __init__(self, params, **settings):
-        super().__init__(params, **settings)
-        self.generators = [torch.Generator(), random.Random(3)]
-
-    def update(self, group, param, momentum):
-        return momentum + torch.rand((), generator=self.generators[0]) + self.generators[1].random()
 
 
 class OwnTensors(Toy):
@@ -445,10 +488,11 @@ def drawn():
     return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1:3][0].tolist()]
 
 
+RANDOM = [Noisy, NoisyByHand, NoisyByNumpy, NoisyByStep]
 TOUCHED = [Lookahead, OwnGenerators, OwnTensors, OutsideWriter, QuietOutsideWriter, Closing, Copying, WithModel]
 
 
-@pytest.mark.parametrize("cls", [*TOUCHED, Noisy, NoisyByHand, NoisyByNumpy, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("cls", [*TOUCHED, *RANDOM, torch.optim.AdamW, torch.optim.Adagrad])
 def test_probing_leaves_the_optimizer_what_it_holds_and_random_numbers_alone(cls):
     optimizer = make(cls)
     optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
@@ -466,7 +510,6 @@ def test_probing_leaves_the_optimizer_what_it_holds_and_random_numbers_alone(cls
 
 def test_what_a_copy_can_have_of_its_own_is_no_reason_to_refuse():
     assert [kind(make(cls)) for cls in (Lookahead, OwnTensors, Copying)] == ["element"] * 3
-    assert kind(make(OwnGenerators)) == "random"
     for cls in (OutsideWriter, QuietOutsideWriter):
         with pytest.raises(ValueError, match=r"(writes|would write) into (a tensor|tensors)"):
             shard_by(make(cls))
