@@ -210,7 +210,8 @@ FUSED = [case for case in CASES if case[1].get("fused")]
 def test_a_fused_optimizer_takes_the_road_without_a_host_read_but_for_steps_that_create_state(case, roads):
     train_side_by_side(*case, num_steps=6)
     late = LATE if can_start_late(*case) else 0
-    assert roads == ["on_host" if number in (0, late) else "on_device" for number in range(6)]  # these create state
+    creating = () if case[0] is torch.optim.Adagrad else (0, late)  # Adagrad has its state when it is constructed
+    assert roads == ["on_host" if number in creating else "on_device" for number in range(6)]
 
 
 def test_after_loading_a_state_from_before_the_first_step_the_next_step_is_decided_on_the_host(roads):
