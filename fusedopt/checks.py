@@ -55,6 +55,61 @@ def checked_optimizers(inner: Any, wrapper: type[Optimizer]) -> list[Optimizer]:
     return optimizers
 
 
+def hidden_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers that ``optimizer`` holds: in attributes, in lists, tuples and dicts there, and in these.
+
+    Args:
+        optimizer: an inner one.
+
+    Returns:
+        By where they were found, ``"optimizers[1]"``.
+    """
+    found: dict[str, Optimizer] = {}
+    seen = {id(optimizer)}
+    todo: list[tuple[str, Any]] = list(vars(optimizer).items())
+    while todo:
+        where, value = todo.pop()
+        if id(value) in seen or where.rpartition(".")[2] == "state":
+            continue
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            found[where] = value
+            todo += [(f"{where}.{name}", held) for name, held in vars(value).items()]
+        elif isinstance(value, dict):
+            for number, (key, held) in enumerate(value.items()):
+                if not isinstance(held, Tensor):
+                    todo.append((f"{where}[{repr(key) if isinstance(key, str) else number}]", held))
+        elif isinstance(value, (list, tuple)):
+            todo += [(f"{where}[{number}]", held) for number, held in enumerate(value) if not isinstance(held, Tensor)]
+    return found
+
+
+def refuse_hidden(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that hold others over parameters that are in none of their own groups.
+
+    Those would get no main_grad, and nobody would reduce their gradients.
+
+    Raises:
+        ValueError: naming the class, where the other one is, and a parameter.
+    """
+    for opt in optimizers:
+        known = {id(param) for group in opt.param_groups for param in group["params"]}
+        for where, hidden in hidden_optimizers(opt).items():
+            for group, name, param in _all_trainable(hidden):
+                if id(param) not in known:
+                    raise ValueError(
+                        f"{type(opt).__name__} holds another optimizer, .{where} ({type(hidden).__name__}), and "
+                        f"parameter {name} of its group {group}, of shape {tuple(param.shape)}, is in none of the "
+                        f"groups of {type(opt).__name__}: it would get no main_grad. Give the wrapper the optimizers "
+                        "themselves, each over its own parameters: FusedMainGradOptimizer([one, other])"
+                    )
+
+
+def _all_trainable(optimizer: Optimizer) -> list[tuple[int, str, nn.Parameter]]:
+    groups = enumerate(optimizer.param_groups)
+    return [(i, name, p) for i, group in groups for name, p in named_params(group, i) if p.requires_grad]
+
+
 def refuse_unsupported(config: MainGradConfig, *, requires_closure: bool, is_sharded: bool) -> None:
     """Refuse settings that would do less than they were asked to.
 

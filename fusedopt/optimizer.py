@@ -33,9 +33,11 @@ from fusedopt.checks import (
     checked_optimizers,
     default_name,
     named_params,
+    refuse_hidden,
     refuse_unsupported,
 )
 from fusedopt.clip import Clip, checked_norm
+from fusedopt.closures import Closures
 from fusedopt.comm import DataParallelGroup
 from fusedopt.config import MainGradConfig
 from fusedopt.gather import Gather
@@ -105,6 +107,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             is_sharded = config.shard != "none" and comm.num_shards > 1
             refuse_unsupported(config, requires_closure=inner_optimizers.requires_closure, is_sharded=is_sharded)
             held = check_all_parameters(optimizers, rewrap=rewrap)
+            refuse_hidden(optimizers)
             for wrapper in held:
                 wrapper._agree()
             is_fsdp = check_engines(all_named(optimizers), config.shard)
@@ -140,7 +143,8 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         self._arrival = Arrival(self._buffers, self._reduction.arrived if comm.world_size > 1 else None)
         self._gather = Gather(comm, self._buffers, overlap=config.overlap_param_gather)
         self._clip = Clip(self._buffers, comm, config.max_grad_norm, config.nonfinite)
-        self._update = Update(inner, self._buffers, self._clip, self._gather)
+        closures = Closures(inner, self._buffers, self._clip, comm)
+        self._update = Update(inner, self._buffers, self._clip, self._gather, closures)
         self._scalers = Scalers(self, self._buffers)
         placement = ShardBy(inner, config.shard_by) if sharding.is_sharded else None
         is_alone = comm.world_size == 1
@@ -198,11 +202,12 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         With ``gradient_accumulation_steps=k > 1`` every call is one micro-batch and every k-th acts.
 
         Args:
-            closure: clears gradients, computes the loss, calls backward, returns the loss. Evaluated once,
-                except by an inner optimizer that requires a closure (LBFGS), which may ask repeatedly.
+            closure: clears gradients, computes the loss, calls backward, returns the loss. torch's own optimizers
+                evaluate it once, before all else; LBFGS, and optimizers that are not torch's, evaluate it themselves,
+                when and as often as they want (SAM, line searches): each time gradients are reduced and clipped.
 
         Returns:
-            What the closure returned, or None.
+            What the closure returned, or None; what the inner optimizer's ``step`` made of it, where it is not torch's.
 
         Raises:
             RuntimeError: naming the parameter, if it or its main_grad was replaced, moved, cast or resized, if a
@@ -211,7 +216,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             Parameters and state were not changed when one of these is raised.
         """
         self._check_usable(closure)
-        if self._inner.requires_closure:
+        if closure is not None and self._window.is_last and self._inner.evaluates:
             return self._step_by_closure(closure)
         loss = _evaluate(closure)
         if self._window.is_last:
@@ -292,17 +297,36 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         num_ranks = self._comm.world_size if self._buffers.sharding.is_sharded else 1
         return num_ranks * (num_micro_batches if self._window.is_merging and self.config.gradient_average else 1)
 
-    def _step_by_closure(self, closure: Closure | None) -> Any:
-        def evaluate() -> Any:
-            loss = _evaluate(closure)
+    def _step_by_closure(self, closure: Closure) -> Any:
+        is_merging, is_sharded = self._window.is_merging, self._buffers.sharding.is_sharded
+
+        def begin() -> None:
             with torch.no_grad(), self._reduction.meeting(Kind.STEP):
                 self._prepare()
+                self._update.begin(self.param_groups)
             self._adoption.let_go()
+
+        def evaluate() -> Any:
+            loss = _evaluate(closure)
+            begin()
             return loss
 
-        loss = evaluate()
-        self._update.begin(self.param_groups)
-        return self._update.apply_by_closure(self.param_groups, loss, evaluate)
+        def num_addends() -> int:
+            return 1 if self._window.is_averaged else self._num_addends(self._window.num_pending + 1)
+
+        if not (is_merging or is_sharded):
+            begin()  # SAM begins with the gradients that stand
+        elif not is_sharded:
+            with self._comm.together():
+                self._update.begin(self.param_groups)
+        try:
+            may_overlap = not compiling.has_traced()
+            return self._update.apply_by_closure(
+                self.param_groups, evaluate, num_addends, is_merging=is_merging, may_overlap=may_overlap
+            )
+        finally:
+            self._window.restart()
+            self._reduction.window_ended()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep gradients of the backwards inside on their rank, as DDP's: the next one outside reduces them, too.

@@ -22,7 +22,7 @@ from fusedopt.buffers import Buffers
 from fusedopt.clip import Clip
 from fusedopt.comm import DataParallelGroup
 from fusedopt.config import MainGradConfig
-from fusedopt.consolidation import consolidate
+from fusedopt.consolidation import check_alike, consolidate
 from fusedopt.gather import Gather
 from fusedopt.inner import InnerOptimizers
 from fusedopt.listing import Group
@@ -93,8 +93,10 @@ class StatefulOptimizer(Optimizer):
         Tensors are the live ones, as with torch. Read it back with ``torch.load(weights_only=True)``. Under a shard it
         is this rank's part, unless `consolidate_state_dict` brought the whole here.
 
+        Inner state that is neither a tensor nor a builtin goes in as it is, with a warning: it takes
+        ``weights_only=False`` to read it.
+
         Raises:
-            TypeError: naming inner state that is neither a tensor nor a builtin.
             ValueError, RuntimeError: if ``torch.distributed.checkpoint`` asks for what it cannot have.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
@@ -175,8 +177,10 @@ class StatefulOptimizer(Optimizer):
             state_dicts, state = self._state_dicts(), {}
             if self._buffers.sharding.is_sharded:
                 state_dicts.refuse_own_format("parts of it cannot be put together")
+                state_dicts.refuse_objects("parts of it cannot be put together")
                 state = state_dicts.pack_state()
         if self._buffers.sharding.is_sharded:
+            check_alike(self._comm, state_dicts.others())
             self._inner.consolidated = consolidate(self._comm, state, state_dicts.cut, to)
             self._consolidated_at = self._main_versions()
 

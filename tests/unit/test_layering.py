@@ -15,7 +15,7 @@ import fusedopt
 PACKAGE = Path(fusedopt.__file__).parent
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_CORE_LINES = 10000
+MAX_CORE_LINES = 12000
 MAX_ADAPTER_LINES = 2500
 MAX_INTEGRATION_LINES = 2000
 
@@ -38,8 +38,20 @@ INTEGRATIONS = (
 )
 WIRED_BY_THE_OPTIMIZER = (
     *("config", "layout", "comm", "dtensor", "checks", "backends", "buckets", "buffers", "ballot", "arrival", "window"),
-    *("compiling", "reduction", "gather", "amp", "clip", "inner", "adoption", "probe", "replicas", "update", "state"),
-    *("stateful", "state_view", "listing", "holders", "stock_clip"),
+    *(
+        "compiling",
+        "reduction",
+        "gather",
+        "amp",
+        "clip",
+        "inner",
+        "adoption",
+        "probe",
+        "replicas",
+        "closures",
+        "update",
+    ),
+    *("state", "stateful", "state_view", "listing", "holders", "stock_clip"),
 )
 INTEGRATION_IMPORTS = ("optimizer", "convert", "recompute", "config", "replicas")
 
@@ -88,11 +100,21 @@ TABLE = {
     "clip": Row(5, ("buffers", "comm", "backends", "backends.torch_ops"), ("torch",)),
     "parts": Row(4, ("dtensor", "layout", "pieces"), ("torch",)),
     "scratch": Row(2, ("main_grad",), ("torch", "numpy")),
+    "stand_ins": Row(3, ("scratch",), ("torch",)),
     "plain": Row(1, (), ("torch",)),
     "loading": Row(1, (), ("torch",)),
+    "rollback": Row(2, ("loading",), ("torch",)),
     "guard": Row(1, (), ("torch",)),
     "listing": Row(1, (), ("torch",)),
-    "inner": Row(5, ("dtensor", "buffers", "guard", "listing", "parts", "scratch"), ("torch",)),
+    "signatures": Row(1, (), ("torch",)),
+    "inner": Row(
+        5,
+        (
+            *("dtensor", "buffers", "checks", "guard", "listing", "parts", "plain", "scratch", "signatures"),
+            "stand_ins",
+        ),
+        ("torch",),
+    ),
     "membership": Row(6, ("checks", "inner", "listing"), ("torch",)),
     "linear": Row(5, ("main_grad", "autograd", "backends"), ("torch",)),
     "adoption": Row(
@@ -101,9 +123,10 @@ TABLE = {
     "probe": Row(6, ("dtensor", "inner", "scratch"), ("torch", "numpy")),
     "fused_step": Row(5, ("backends", "backends.offers", "buffers", "guard"), ("torch",)),
     "state_view": Row(6, ("inner", "pieces"), ("torch",)),
-    "update": Row(6, ("buffers", "clip", "fused_step", "gather", "inner", "listing"), ("torch",)),
+    "closures": Row(6, ("buffers", "clip", "comm", "inner", "rollback"), ("torch",)),
+    "update": Row(7, ("buffers", "clip", "closures", "fused_step", "gather", "inner", "listing"), ("torch",)),
     "state": Row(6, ("dtensor", "buffers", "inner", "listing", "loading", "parts", "plain"), ("torch",)),
-    "consolidation": Row(6, ("layout", "pieces", "parts", "comm"), ("torch",)),
+    "consolidation": Row(6, ("layout", "pieces", "parts", "plain", "comm"), ("torch",)),
     "stateful": Row(
         8,
         (
