@@ -7,6 +7,7 @@ Holds no reference to the wrapper, so that a wrapper that is dropped can be fina
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,6 +124,7 @@ class Adoption:
         self._membership.name_again(groups)
         self._membership.note(groups)
         self.was_relaid = True
+        self._note_listing()
 
     def _check(self, edit: Edit) -> None:
         new = [(name, param) for _, name, param in edit.added if id(param) not in self._leaving]
@@ -159,6 +161,12 @@ class Adoption:
             self._arrival.unwatch(entry.param)
         self.unfrozen = [param for param in self.unfrozen if id(param) in self.entries]
         self._buffers.drop(entries)
+        self._note_listing()
+
+    def _note_listing(self) -> None:
+        held = (listed.params for listed in self._inner.listed)
+        numbers = [[self.entries[id(param)].number for param in params if id(param) in self.entries] for params in held]
+        self._buffers.listing = zlib.crc32(repr(numbers).encode())
 
     def _adopt_unfrozen(self) -> None:
         unfrozen = [(name, param) for name, param in self._frozen.values() if param.requires_grad]

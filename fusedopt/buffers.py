@@ -219,6 +219,8 @@ class Buffers:
         self.sharding = sharding or Sharding()
         self.buckets: list[Bucket] = []
         self.entries: list[Entry] = []
+        self.listing = 0
+        """What all ranks must have in common once groups were edited: which entry stands where. 4 bytes."""
 
     def add(
         self, group: int, named_params: Sequence[tuple[str, nn.Parameter]], shard_by: str = "element"

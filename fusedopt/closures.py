@@ -134,7 +134,7 @@ class _Run:
             is_simple = self._num_evaluations == 1 and not any(self._has_moved.values())
             self._buffers.write_back(everything=not is_simple)
         else:
-            with self._owner.comm.together():
+            with self._owner.comm.together("step(closure)"):
                 result = self._step_inner()
             self._buffers.write_back()
         self._owner.habits.update(self._habits)

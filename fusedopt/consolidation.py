@@ -79,7 +79,7 @@ def consolidate(
     Raises:
         RuntimeError: if ranks have different state for one parameter, or named different ranks; on all of them.
     """
-    with comm.together():  # an object may be one that cannot be sent
+    with comm.together("consolidate_state_dict()"):  # an object may be one that cannot be sent
         described = {key: _describe(value) for key, value in state.items()}
     offers = comm.objects(_Offer(comm.rank, comm.shard_rank, to, described))
     if {offer.to for offer in offers} != {to}:

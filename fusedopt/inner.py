@@ -158,6 +158,12 @@ class InnerOptimizers:
         added = optimizer.param_groups[-1]
         self.listed.append(Listed(optimizer, len(optimizer.param_groups) - 1, list(added["params"]), dict(added)))
 
+    def drop_groups(self, index: int) -> None:
+        """Take back group ``index``, if it was added; all ranks added it, and one refuses."""
+        for listed in self.listed[index:]:
+            listed.optimizer.param_groups.pop()
+        del self.listed[index:]
+
     def adopt(self, index: int, entries: Sequence[Entry]) -> None:
         """Put main_params in the place of model parameters in group ``index``, state included."""
         if self._guard is None:

@@ -22,9 +22,9 @@ from fusedopt import backends, compiling, holders, stock_clip
 from fusedopt.adoption import Adoption
 from fusedopt.amp import Scalers, asking_scaler
 from fusedopt.arrival import Arrival
-from fusedopt.ballot import Kind
 from fusedopt.buckets import Sharding
 from fusedopt.buffers import Buffers
+from fusedopt.channel import Kind
 from fusedopt.checks import (
     all_named,
     check_all_parameters,
@@ -100,7 +100,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         **overrides: Any,
     ) -> None:
         comm = DataParallelGroup(process_group, device_mesh, norm_group)
-        with comm.together():
+        with comm.together("FusedMainGradOptimizer()"):
             optimizers = checked_optimizers(inner, FusedMainGradOptimizer)
             config = MainGradConfig.from_env(**overrides) if config is None else _override(config, overrides)
             inner_optimizers = InnerOptimizers(optimizers)
@@ -184,12 +184,16 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             params = [params] if isinstance(params, Tensor) else list(params)
         index = len(self.param_groups)
         named = [p if isinstance(p, tuple) else (default_name(index, i), p) for i, p in enumerate(params)]
-        with self._comm.together():
-            check_parameters(named)
-            _resolve_all(self.config.backend, named)
-            self._inner.add_group({**param_group, "params": params})
-        inner_group = self._inner.group(index)
-        start_alike(self._comm, named_params(inner_group, index), None, broadcast=self.config.broadcast_params)
+        try:
+            with self._comm.together("add_param_group()"):
+                check_parameters(named)
+                _resolve_all(self.config.backend, named)
+                self._inner.add_group({**param_group, "params": params})
+            inner_group = self._inner.group(index)
+            start_alike(self._comm, named_params(inner_group, index), None, broadcast=self.config.broadcast_params)
+        except BaseException:  # for one, of another rank
+            self._inner.drop_groups(index)
+            raise
         super().add_param_group({**inner_group, "params": list(inner_group["params"])})
         self._adoption.adopt_group(index, self.param_groups)
 
@@ -317,7 +321,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         if not (is_merging or is_sharded):
             begin()  # SAM begins with the gradients that stand
         elif not is_sharded:
-            with self._comm.together():
+            with self._comm.together("step(closure)"):
                 self._update.begin(self.param_groups)
         try:
             may_overlap = not compiling.has_traced()

@@ -126,16 +126,19 @@ class StatefulOptimizer(Optimizer):
             ValueError: naming what does not fit (groups, names, shapes, dtypes, layout); nothing was changed, on any
                 rank: the others raise a RuntimeError that quotes it.
         """
-        with self._comm.together():
+        with self._comm.together("load_state_dict()"):
             state_dict = copy_for_hooks(state_dict)
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 replaced = pre_hook(self, state_dict)
                 state_dict = state_dict if replaced is None else replaced
             self._adoption.follow(self.param_groups)
-            state_dict = self._with_empty_group(state_dict)
+            is_empty = self._lost_by_checkpoint(state_dict)
+        if any(is_empty):
+            state_dict = self._with_empty_group(state_dict, is_empty)
+        with self._comm.together("load_state_dict()"):
             state_dicts = self._state_dicts()
             checked = state_dicts.check(state_dict)
-        with self._comm.together():
+        with self._comm.together("load_state_dict()"):
             state_dicts.unpack(checked)
         self._buffers.forget_agreement()
         self._inner.consolidated = None
@@ -143,11 +146,15 @@ class StatefulOptimizer(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _with_empty_group(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict from torch.distributed.checkpoint with what that lost; see `loaded_empty_group`."""
+    def _lost_by_checkpoint(self, state_dict: dict[str, Any]) -> list[bool]:
+        """Return which groups torch.distributed.checkpoint lost, if it called: one that is empty, or none."""
         is_empty = [not group["params"] for group in self.param_groups]
         if sum(is_empty) != 1 or checkpoint_wants() is None or len(state_dict.get("param_groups", ())) != len(is_empty):
-            return state_dict
+            return []
+        return is_empty
+
+    def _with_empty_group(self, state_dict: dict[str, Any], is_empty: list[bool]) -> dict[str, Any]:
+        """Return a state dict from torch.distributed.checkpoint with what that lost; see `loaded_empty_group`."""
         found: Group = next((values for values in self._comm.objects(loaded_empty_group()) if values is not None), {})
         pairs = zip(state_dict["param_groups"], is_empty, strict=True)
         return {**state_dict, "param_groups": [{**group, **found} if empty else group for group, empty in pairs]}
@@ -168,7 +175,7 @@ class StatefulOptimizer(Optimizer):
             All ranks raise it.
         """
         self._gather.finish()
-        with self._comm.together():
+        with self._comm.together("consolidate_state_dict()"):
             if to not in range(self._comm.world_size):
                 raise ValueError(f"consolidate_state_dict(to={to}): there are {self._comm.world_size} ranks, from 0 on")
             self._inner.consolidated = None
