@@ -86,8 +86,13 @@ class Member(Protocol):
     def say(self, kind: Kind) -> bytes:
         """Return what this rank says about it, as long as on all ranks that have the same parameters."""
 
-    def refuse(self, said: bytes) -> None:
-        """Note what was said where some rank cannot go on: nothing is done."""
+    def refuse(self, said: bytes, *, is_from_all: bool) -> None:
+        """Note what was said where some rank cannot go on: nothing is reduced.
+
+        Args:
+            said: by all ranks, or by the one that cannot.
+            is_from_all: which of the two.
+        """
 
     def serve(self, kind: Kind, said: bytes) -> bool:
         """Do what all ranks together said; return whether all of them are where this one is."""
@@ -257,7 +262,7 @@ class Channel:
             return errand.stays_for is None or errand.problem is not None
         if heard.has_problem:
             for member in comers:
-                member.refuse(heard.body)
+                member.refuse(heard.body, is_from_all=True)
             errand.tally.add("control")
             self._raise_others(errand, self.objects(errand.problem))
             return True
@@ -288,7 +293,7 @@ class Channel:
             for presence in found:
                 for address in presence.addresses if presence.problem is not None else ():
                     if address in members:
-                        members[address].refuse(presence.said)
+                        members[address].refuse(presence.said, is_from_all=False)
             self._raise_others(errand, [presence.problem for presence in found])
             return []
         by_rank = dict(zip(self.ranks, found, strict=True))

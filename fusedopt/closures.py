@@ -123,6 +123,7 @@ class _Run:
         inner, numbers = self._inner, range(len(self._inner.optimizers))
         if self._is_sharded:  # all ranks evaluate, whatever their part of the inner optimizers does
             self._evaluate_at(has_moved=False)
+        self._buffers.is_stepping = True
         self._versions = [_versions(mains) for mains in self._mains]
         self._snapshots = {
             number: Snapshot(inner.optimizers[number], self._mains[number])

@@ -384,7 +384,8 @@ class InnerOptimizers:
             group = next(g for g in home.param_groups if any(p is main for p in g["params"]))
             state = state_to_come(home, group, main, name)
         if entry.is_rounded:
-            state["main_param"] = main.detach()
+            current = main if is_template else entry.up_to_date_main_param()
+            state["main_param"] = (main if current is None else current).detach()
         state = wrap(state, param, cut)
         return state if is_template else {**state, HAS_STATE: torch.tensor(has_state)}
 

@@ -265,14 +265,15 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         self._reduction.note_versions()
 
     def _finish_window(self, num_micro_batches: int, *, is_early: bool = False) -> None:
-        with self._reduction.meeting(
-            Kind.STEP, num_micro_batches
-        ):  # what one rank must refuse, all refuse; the window stays
+        # What one rank must refuse, all refuse; the window stays.
+        with self._reduction.meeting(Kind.STEP, num_micro_batches) as meeting:
             self._prepare()
             if is_early:
                 self._window.check_flush(self._arrival.num_arrivals)
-            self._update.begin(self.param_groups)
+            meeting.note = self._update.begin(self.param_groups)
         self._adoption.let_go()
+        if meeting.note and self._comm.world_size > 1:  # an edit that shows in one rank's part may not in another's
+            self._buffers.take_over_unseen()
         try:
             for max_norm, norm_type in self._window.clips:
                 self._clip_mean(max_norm, norm_type, num_micro_batches)
@@ -443,7 +444,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
     # -- weights from outside, train and eval
 
     def sync_main_params(self) -> None:
-        """Take over edits of the model's weights that torch does not count: writes through ``param.data``."""
+        """Take over all edits of the model's weights, also single elements written through ``param.data``."""
         self._gather.finish()
         self._buffers.take_over(everything=True)
 

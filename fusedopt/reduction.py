@@ -337,10 +337,19 @@ class Reduction:
         waiting = {bucket.index for bucket in self._not_launched()}
         return self._ballot.fill(meeting, has_started=self._num_launched > 0, waiting=waiting)
 
-    def refuse(self, heard: bytes) -> None:
-        """Lose the window, if a rank's problem costs that."""
-        if self._ballot.read(heard).problem & Problem.LOSES_WINDOW:
+    def refuse(self, heard: bytes, *, is_from_all: bool) -> None:
+        """Lose the window, if a rank's problem costs that; its gradients, too, where it is known what is under way."""
+        said = self._ballot.read(heard)
+        if not said.problem & Problem.LOSES_WINDOW:
+            return
+        if not is_from_all:
             self._on_lost()
+            return
+        if said.agrees_on_numbers:
+            self._join(said)
+        else:
+            self._parcels.clear()
+        self._drop_window()
 
     def serve(self, kind: Kind, heard: bytes) -> bool:
         """Reduce what all ranks together say; return whether all are where this one is."""
@@ -414,7 +423,7 @@ class Reduction:
             bucket.is_settled = False
         self._ballot.give_all(given)
 
-    def _lose(self, reason: str) -> NoReturn:
+    def _drop_window(self) -> None:
         while self._parcels:
             self._parcels.popleft().pending.wait()
         for entry in self._buffers.entries:
@@ -423,6 +432,9 @@ class Reduction:
         self._ballot.give_all([])
         self.note_versions()
         self._on_lost()
+
+    def _lose(self, reason: str) -> NoReturn:
+        self._drop_window()
         raise RuntimeError(
             f"{reason}. All ranks raise this: the gradients of this window are lost, and were cleared. Call "
             "optimizer.zero_grad() on all ranks and go on with the next window"

@@ -94,8 +94,13 @@ class StateDicts:
         self._params = [param for group in outer_groups for param in group["params"]]
 
     def main_params(self) -> list[Tensor | None]:
-        """Return every parameter's main_param where that is a tensor of its own, in order of the groups."""
-        return [self._main_param(param) for param in self._params]
+        """Return every parameter's main_param where that is a tensor of its own, up to date, by order of the groups."""
+        return [self._saved_main_param(param) for param in self._params]
+
+    def _saved_main_param(self, param: Tensor) -> Tensor | None:
+        entry = self._entries.get(id(param))
+        current = entry.up_to_date_main_param() if entry is not None and entry.is_rounded else self._main_param(param)
+        return current.detach() if current is not None else None
 
     def _main_param(self, param: Tensor) -> Tensor | None:
         entry = self._entries.get(id(param))
@@ -169,7 +174,7 @@ class StateDicts:
             main = self._inner.main_of(param)
             home = self._inner.home_of(main)
             packed = dict(home.state.get(main, {})) if main is not None and not has_own_format(home) else {}
-            own_main_param = self._main_param(param)
+            own_main_param = self._saved_main_param(param)
             if own_main_param is not None:
                 packed["main_param"] = own_main_param
             if packed:

@@ -104,7 +104,6 @@ class StatefulOptimizer(Optimizer):
         self._gather.finish()
         self._agree()
         self._arrival.adopt()
-        self._buffers.take_over(loaded=False)
         if self._consolidated_at != self._main_versions():  # weights from outside were taken over since
             self._inner.consolidated = None
         wants = checkpoint_wants()
@@ -180,7 +179,6 @@ class StatefulOptimizer(Optimizer):
                 raise ValueError(f"consolidate_state_dict(to={to}): there are {self._comm.world_size} ranks, from 0 on")
             self._inner.consolidated = None
             self._adoption.follow(self.param_groups)
-            self._buffers.take_over(loaded=False)
             state_dicts, state = self._state_dicts(), {}
             if self._buffers.sharding.is_sharded:
                 state_dicts.refuse_own_format("parts of it cannot be put together")
@@ -266,7 +264,6 @@ class StatefulOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles are made of; gradients and a pending window are left out, as in torch."""
         self._agree()
-        self._buffers.take_over(loaded=False)
         if self._adoption.was_relaid and self._buffers.sharding.is_sharded:
             raise RuntimeError(
                 "an optimizer whose param_groups were edited under a shard cannot be copied: a copy would be laid out "

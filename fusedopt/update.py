@@ -42,15 +42,18 @@ class Update:
         self._closures = closures
         self._fused_steps = FusedSteps(buffers)
 
-    def begin(self, groups: Sequence[Group]) -> None:
+    def begin(self, groups: Sequence[Group]) -> bool:
         """Bring hyper-parameters and main_params up to date with what was changed from outside.
+
+        Returns:
+            Whether weights had been changed in a way that torch does not see, see `Buffers.take_over`.
 
         Raises:
             RuntimeError: naming a hyper-parameter that was changed on both sides.
         """
         self._gather.finish()
         self._inner.agree(groups)
-        self._buffers.take_over()
+        return self._buffers.take_over()
 
     def apply(self, groups: Sequence[Group], *, num_addends: int = 1, may_overlap: bool = True) -> None:
         """Update once with the gradients as they stand, or leave parameters and state as they are.
@@ -73,6 +76,7 @@ class Update:
         self._inner.agree(groups)
 
     def _step(self, grad_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+        self._buffers.is_stepping = True
         self._inner.step(
             self._buffers.entries, grad_scale=grad_scale, found_inf=found_inf, instead=self._fused_steps.step
         )

@@ -71,7 +71,10 @@ TABLE = {
     "pieces": Row(2, ("layout",), ("torch",), lazily=("torch.distributed",)),
     "buckets": Row(2, ("layout", "checks", "dtensor", "main_grad"), ("torch",)),
     "replicas": Row(3, ("dtensor", "comm"), ("torch",)),
-    "buffers": Row(4, ("layout", "dtensor", "buckets", "main_grad", "backends", "backends.torch_ops"), ("torch",)),
+    "sample": Row(1, (), ("torch",)),
+    "buffers": Row(
+        4, ("layout", "dtensor", "buckets", "main_grad", "backends", "backends.torch_ops", "sample"), ("torch",)
+    ),
     "autograd": Row(4, ("main_grad", "backends"), ("torch",)),
     "arrival": Row(5, ("dtensor", "buckets", "buffers", "checks", "main_grad"), ("torch",)),
     "compiling": Row(5, ("buffers",), ("torch",)),
