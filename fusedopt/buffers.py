@@ -28,7 +28,7 @@ from fusedopt import dtensor
 from fusedopt.backends import Backend, resolve, torch_ops
 from fusedopt.buckets import Bucket, Sharding, Slot
 from fusedopt.layout import ParamSpec, Span, intersect, plan_buckets
-from fusedopt.main_grad import OUR_ATTRIBUTES, serve_transformer_engine
+from fusedopt.main_grad import OUR_ATTRIBUTES, hang, serve_transformer_engine
 from fusedopt.sample import Sample
 
 
@@ -141,7 +141,7 @@ class Entry:
         if grad is not None:
             with torch.no_grad():
                 dtensor.copy_local_(main_grad, grad)
-            param.grad = main_grad
+            hang(param, main_grad)
             self.bucket.is_dirty = True  # each rank had its own
             self.bucket.note_version()
 

@@ -34,6 +34,7 @@ from fusedopt.checks import (
     default_name,
     named_params,
     refuse_hidden,
+    refuse_shared_memory,
     refuse_unsupported,
 )
 from fusedopt.clip import Clip, checked_norm
@@ -106,7 +107,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             inner_optimizers = InnerOptimizers(optimizers)
             is_sharded = config.shard != "none" and comm.num_shards > 1
             refuse_unsupported(config, requires_closure=inner_optimizers.requires_closure, is_sharded=is_sharded)
-            held = check_all_parameters(optimizers, rewrap=rewrap)
+            held = check_all_parameters(optimizers, is_sharded=is_sharded, rewrap=rewrap)
             refuse_hidden(optimizers)
             for wrapper in held:
                 wrapper._agree()
@@ -184,9 +185,11 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             params = [params] if isinstance(params, Tensor) else list(params)
         index = len(self.param_groups)
         named = [p if isinstance(p, tuple) else (default_name(index, i), p) for i, p in enumerate(params)]
+        held = [(entry.slot.name, entry.param) for entry in self._buffers.entries]
         try:
             with self._comm.together("add_param_group()"):
                 check_parameters(named)
+                refuse_shared_memory([*held, *named], is_sharded=self._buffers.sharding.is_sharded)
                 _resolve_all(self.config.backend, named)
                 self._inner.add_group({**param_group, "params": params})
             inner_group = self._inner.group(index)
@@ -259,7 +262,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         compiling.watch(self._buffers)
         self._adoption.follow(self.param_groups)
         self._buffers.check_views()
-        self._arrival.adopt()
+        self._adoption.look_for(self._arrival.adopt())
         self._window.check_kept()
         self._window.check_averaged(self._arrival.num_arrivals)
         self._reduction.note_versions()

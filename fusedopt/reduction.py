@@ -42,6 +42,7 @@ from fusedopt.buffers import Buffers
 from fusedopt.channel import Address, Kind, meet_all, name_of
 from fusedopt.comm import DataParallelGroup, in_words
 from fusedopt.groups import Tally
+from fusedopt.main_grad import hang
 from fusedopt.pipelines import StageEdits
 from fusedopt.transport import Parcel, Transport
 from fusedopt.window import WindowLost
@@ -414,10 +415,10 @@ class Reduction:
                 entry.slot.expect_share(entry.param)
             if entry.bucket.is_lending:
                 entry.slot.is_reduced = True
-            elif entry.param.grad is None and entry.slot.local_grad is not None:
+            elif entry.param.grad is None and entry.slot.main_grad is not None and entry.slot.local_grad is not None:
                 if entry.bucket.index not in settled:
                     entry.slot.local_grad.zero_()
-                entry.param.grad = entry.slot.main_grad
+                hang(entry.param, entry.slot.main_grad)
         for bucket in self._buffers.buckets:
             self._transport.undivide(bucket)
             bucket.is_settled = False
@@ -428,6 +429,8 @@ class Reduction:
             self._parcels.popleft().pending.wait()
         for entry in self._buffers.entries:
             entry.param.grad = None
+            if entry.slot.main_grad is not None:  # what came from other ranks may lie there, and was never hung up
+                entry.slot.main_grad.is_zero = False  # type: ignore[attr-defined]
         self.cleared()
         self._ballot.give_all([])
         self.note_versions()

@@ -51,8 +51,9 @@ TABLE = {
     "layout": Row(0),
     "planner": Row(1, ("layout",)),
     "holders": Row(0),
-    "checks": Row(1, ("config", "dtensor", "holders"), ("torch",)),
-    "main_grad": Row(1, ("dtensor",), ("torch",)),
+    "overlap": Row(0, (), ("torch",)),
+    "checks": Row(1, ("config", "dtensor", "holders", "overlap"), ("torch",)),
+    "main_grad": Row(1, ("dtensor", "threads"), ("torch",)),
     "groups": Row(0, (), ("torch", "torch.distributed")),
     "channel": Row(1, ("groups",), ("torch", "torch.distributed")),
     "comm": Row(2, ("channel", "groups"), ("torch", "torch.distributed")),
@@ -68,6 +69,7 @@ TABLE = {
         3, ("_version", "backends.offers", "backends.torch_ops", "backends.selfcheck"), ("torch",), lazily=ADAPTERS
     ),
     "backward": Row(1, (), ("torch",)),
+    "threads": Row(0, (), ("torch",)),
     "pieces": Row(2, ("layout",), ("torch",), lazily=("torch.distributed",)),
     "buckets": Row(2, ("layout", "checks", "dtensor", "main_grad"), ("torch",)),
     "replicas": Row(3, ("dtensor", "comm"), ("torch",)),
@@ -75,8 +77,8 @@ TABLE = {
     "buffers": Row(
         4, ("layout", "dtensor", "buckets", "main_grad", "backends", "backends.torch_ops", "sample"), ("torch",)
     ),
-    "autograd": Row(4, ("main_grad", "backends"), ("torch",)),
-    "arrival": Row(5, ("dtensor", "buckets", "buffers", "checks", "main_grad"), ("torch",)),
+    "autograd": Row(4, ("main_grad", "backends", "threads"), ("torch",)),
+    "arrival": Row(5, ("dtensor", "buckets", "buffers", "checks", "main_grad", "threads"), ("torch",)),
     "compiling": Row(5, ("buffers",), ("torch",)),
     "window": Row(5, ("buffers",), ("torch",)),
     "stock_clip": Row(5, ("buffers",), ("torch",)),
@@ -86,8 +88,8 @@ TABLE = {
     "reduction": Row(
         6,
         (
-            *("dtensor", "groups", "channel", "backward", "ballot", "buckets", "buffers", "comm", "pipelines"),
-            *("transport", "window"),
+            *("dtensor", "groups", "channel", "backward", "ballot", "buckets", "buffers", "comm", "main_grad"),
+            *("pipelines", "transport", "window"),
         ),
         ("torch",),
     ),
