@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedopt import dtensor, layout
 from fusedopt.checks import MAIN_DTYPES
 from fusedopt.layout import Span
-from fusedopt.main_grad import hand_over, register
+from fusedopt.main_grad import hand_over, register, unregister
 
 
 @dataclass(frozen=True)
@@ -277,11 +277,14 @@ class Slot:
 
     def release(self) -> None:
         """Let go of main_grad, which the parameter was rid of."""
+        if self.main_grad is not None:
+            unregister(self.main_grad)
         self.main_grad = self.local_grad = None
 
     def forget(self, param: Tensor) -> None:
         """Give a lent main_grad back: ``.grad`` and ``main_grad`` become None."""
         if self.main_grad is not None:
+            unregister(self.main_grad)
             if param.grad is self.main_grad:
                 param.grad = None
             param.main_grad = self.main_grad = self.local_grad = None  # type: ignore[attr-defined]

@@ -50,6 +50,11 @@ def register(param: Tensor, main_grad: Tensor, backend: Any = None, name: str = 
     param.main_grad = main_grad  # type: ignore[attr-defined]
 
 
+def unregister(main_grad: Tensor) -> None:
+    """Forget the parameter of ``main_grad``, which lost it."""
+    _params.pop(int(main_grad.token), None)  # type: ignore[attr-defined]
+
+
 def hand_over(main_grad: Tensor, successor: Tensor, param: Tensor) -> None:
     """Put ``successor``, another view of the same memory, in the place of ``main_grad``."""
     vars(successor).update(vars(main_grad))

@@ -113,19 +113,23 @@ class FusedMainGradOptimizer(StatefulOptimizer):
                 wrapper._agree()
             is_fsdp = check_engines(all_named(optimizers), config.shard)
             _resolve_all(config.backend, all_named(optimizers))
-            ShardBy(inner_optimizers, config.shard_by).check(is_sharded=is_sharded)
+            shard_by = ShardBy(inner_optimizers, config.shard_by)
+            shard_by.check(is_sharded=is_sharded)
         comm = DataParallelGroup.alone(norm_group) if is_fsdp else comm
-        start_alike(comm, all_named(optimizers), dataclasses.asdict(config), broadcast=config.broadcast_params)
+        settings = {**dataclasses.asdict(config), "shard_by": shard_by.decided or config.shard_by}
+        start_alike(comm, all_named(optimizers), settings, broadcast=config.broadcast_params)
         trainable = {id(param) for _, param in all_named(optimizers) if param.requires_grad}
         gradients: list[tuple[nn.Parameter, Tensor]] = []
         for wrapper in held:
             gradients += wrapper._give_up(trainable)
-        self._wire(inner_optimizers, config, comm)
+        self._wire(inner_optimizers, config, comm, shard_by)
         for param, grad in gradients:
             param.grad = grad
         self._arrival.adopt()
 
-    def _wire(self, inner: InnerOptimizers, config: MainGradConfig, comm: DataParallelGroup) -> None:
+    def _wire(
+        self, inner: InnerOptimizers, config: MainGradConfig, comm: DataParallelGroup, shard_by: ShardBy | None = None
+    ) -> None:
         """Put the parts together over checked parameters, and take these on."""
         sharding = Sharding.of(config.shard, comm.shard_rank, comm.num_shards)
         self.config = config
@@ -147,7 +151,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         closures = Closures(inner, self._buffers, self._clip, comm)
         self._update = Update(inner, self._buffers, self._clip, self._gather, closures)
         self._scalers = Scalers(self, self._buffers)
-        placement = ShardBy(inner, config.shard_by) if sharding.is_sharded else None
+        placement = (shard_by or ShardBy(inner, config.shard_by)) if sharding.is_sharded else None
         is_alone = comm.world_size == 1
         self._adoption = Adoption(inner, self._buffers, self._arrival, self._gather, placement, is_alone=is_alone)
         super().__init__([dict(inner.group(i)) for i in range(inner.num_groups)], inner.common_defaults())

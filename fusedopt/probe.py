@@ -60,6 +60,8 @@ class ShardBy:
         self._inner = inner
         self._wanted = wanted
         self._known: dict[tuple[type, str], str] = {}
+        self.decided: list[str] = []
+        """By group, once `check` has looked at a shard; ranks have to agree."""
 
     def __call__(self, index: int) -> str:
         """Return `shard_by` of group ``index``; groups with equal settings are tried once."""
@@ -83,7 +85,7 @@ class ShardBy:
             ]
             cut = [name for name, param in zip(names, params, strict=True) if is_cut(param)]
             if is_sharded:
-                self(index)
+                self.decided.append(self(index))
             if cut and shard_by(self._inner, "auto", index) == "parameter":
                 raise ValueError(
                     f"{type(self._inner.optimizer_of(index)).__name__} works on whole matrices, and of parameter "
