@@ -90,8 +90,8 @@ def fold(door: Door, slot: Slot, param: Tensor) -> None:
     """
     grad, main_grad = param.grad, slot.main_grad
     if grad is None:  # a Function returned None
-        if main_grad is not None and threads.has_been_alone():  # else another one may have written it
-            slot.refuse_unseen_write(None)
+        if main_grad is not None:
+            _refuse_unseen_write(slot, None)
         return
     if main_grad is not None:
         follow_writer(main_grad, will_write=False)
@@ -103,8 +103,8 @@ def fold(door: Door, slot: Slot, param: Tensor) -> None:
     door.refuse_ddp(param)
     slot.check(param)
     refuse_gradient(param, grad, name=slot.name, is_fsdp=slot.is_fsdp)
-    if main_grad is not None and main_grad.is_zero and threads.has_been_alone():  # type: ignore[attr-defined]
-        slot.refuse_unseen_write(grad)
+    if main_grad is not None and main_grad.is_zero:  # type: ignore[attr-defined]
+        _refuse_unseen_write(slot, grad)
     if dtensor.is_dtensor(param):
         _place(slot, param, grad)
     if grad.is_cuda or not door.may_wait or torch._C._current_graph_task_id() < 0:
@@ -115,6 +115,12 @@ def fold(door: Door, slot: Slot, param: Tensor) -> None:
                 return  # it stays with torch, which adds to it under a lock, until a later arrival or the step
             claim(param)
     follow_writer(param.main_grad, will_write=False)  # type: ignore[attr-defined]
+
+
+def _refuse_unseen_write(slot: Slot, grad: Tensor | None) -> None:
+    with threads.lock:  # no other backward begins meanwhile; one that ran already may have written
+        if threads.has_been_alone():
+            slot.refuse_unseen_write(grad)
 
 
 def _place(slot: Slot, param: Tensor, grad: Tensor) -> None:
