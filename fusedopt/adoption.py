@@ -7,6 +7,7 @@ Holds no reference to the wrapper, so that a wrapper that is dropped can be fina
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fusedopt import stock_clip
 from fusedopt.arrival import Arrival
 from fusedopt.buffers import Buffers, Entry
-from fusedopt.checks import check_parameters, check_trainable, named_params
+from fusedopt.checks import (
+    check_parameters,
+    check_trainable,
+    named_params,
+    refuse_replaced,
+    refuse_shared_memory,
+)
 from fusedopt.gather import Gather
 from fusedopt.inner import InnerOptimizers
 from fusedopt.listing import Group
@@ -63,6 +70,8 @@ class Adoption:
         self._leaving: dict[int, Entry] = {}
         self.entries: dict[int, Entry] = {}
         self.unfrozen: list[nn.Parameter] = []
+        self._num_looks = self._next_look = 0
+        self._looked_for: set[int] = set()  # ids of parameters
         self.was_relaid = False
 
     def holds(self, thing: object) -> bool:
@@ -123,10 +132,13 @@ class Adoption:
         self._membership.name_again(groups)
         self._membership.note(groups)
         self.was_relaid = True
+        self._note_listing()
 
     def _check(self, edit: Edit) -> None:
         new = [(name, param) for _, name, param in edit.added if id(param) not in self._leaving]
         check_parameters(new)
+        if new:
+            self._refuse_shared_memory(new)
         if new and not self._is_alone:
             raise RuntimeError(
                 f"parameter {new[0][0]} was put into param_groups by hand, and several ranks train it: they have to "
@@ -140,6 +152,10 @@ class Adoption:
                     f"parameter {name} was moved to param_groups[{index}], which under a shard may lay it out in "
                     "another way: its memory cannot follow. Put it back, or unwrap(), regroup and wrap anew"
                 )
+
+    def _refuse_shared_memory(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        held = [(entry.slot.name, entry.param) for entry in self._buffers.entries]
+        refuse_shared_memory([*held, *named], is_sharded=self._buffers.sharding.is_sharded)
 
     def _remove(self, param: nn.Parameter) -> None:
         if id(param) in self._frozen:
@@ -159,17 +175,40 @@ class Adoption:
             self._arrival.unwatch(entry.param)
         self.unfrozen = [param for param in self.unfrozen if id(param) in self.entries]
         self._buffers.drop(entries)
+        self._note_listing()
+
+    def _note_listing(self) -> None:
+        held = (listed.params for listed in self._inner.listed)
+        numbers = [[self.entries[id(param)].number for param in params if id(param) in self.entries] for params in held]
+        self._buffers.listing = zlib.crc32(repr(numbers).encode())
 
     def _adopt_unfrozen(self) -> None:
         unfrozen = [(name, param) for name, param in self._frozen.values() if param.requires_grad]
         for name, param in unfrozen:
             check_trainable(name, param)
+        if unfrozen:
+            self._refuse_shared_memory(unfrozen)
         for name, param in unfrozen:
             index = next(i for i, listed in enumerate(self._inner.listed) if any(p is param for p in listed.params))
             del self._frozen[id(param)]
             self._arrival.unwatch(param)
             self.unfrozen.append(param)
             self._adopt(index, [(name, param)])
+
+    def look_for(self, absent: Sequence[Entry]) -> None:
+        """See whether parameters without a gradient, at a step, were replaced in their modules.
+
+        At once where all are absent; else ever more rarely, since in some models others are absent at each step.
+
+        Raises:
+            RuntimeError: as `refuse_replaced`.
+        """
+        self._num_looks += 1
+        is_due = self._num_looks >= self._next_look or len(absent) == len(self.entries)
+        if is_due and any(id(entry.param) not in self._looked_for for entry in absent):
+            refuse_replaced([(entry.slot.name, entry.param) for entry in absent])
+            self._looked_for.update(id(entry.param) for entry in absent)
+            self._next_look = 2 * self._num_looks
 
     def _adopt(self, index: int, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         shard_by = self._shard_by(index) if self._shard_by is not None else "element"

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fusedopt import dtensor
+from fusedopt import dtensor, threads
 from fusedopt.buckets import Slot
 from fusedopt.buffers import Buffers, Entry
-from fusedopt.checks import MAIN_DTYPES, refuse_ddp
-from fusedopt.main_grad import claim, follow_writer
+from fusedopt.checks import refuse_ddp
+from fusedopt.main_grad import claim, follow_writer, refuse_gradient
 
 Listener = Callable[[Slot], None]
 
@@ -41,6 +41,11 @@ class Door:
         self._listener = weakref.WeakMethod(listener) if listener is not None else None
         self._has_searched = False
         self.num_arrivals = 0
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether nobody asks for gradients before the step, which takes over those that are not in main_grad yet."""
+        return self._listener is None
 
     def refuse_ddp(self, param: Tensor) -> None:
         """Raise if a live DDP module, made after wrapping, holds ``param``; looks once, at the first arrival."""
@@ -62,6 +67,12 @@ def arrive(door: Door, slot: Slot, param: Tensor) -> None:
     door.tell(slot)
 
 
+def arrive_on_cpu(door: Door, slot: Slot, param: Tensor) -> None:
+    """Do the same where each backward runs in its caller's thread, so that several may run at once."""
+    threads.arrived(door)
+    arrive(door, slot, param)
+
+
 def fold(door: Door, slot: Slot, param: Tensor) -> None:
     """Take ``param.grad`` over into main_grad, so that ``param.grad is param.main_grad``.
 
@@ -73,26 +84,43 @@ def fold(door: Door, slot: Slot, param: Tensor) -> None:
 
     Raises:
         RuntimeError: if the parameter or main_grad is not what it was when wrapped, or the gradient
-            is part of a graph (``create_graph=True``). The sum of earlier micro-batches is kept.
+            is part of a graph (``create_graph=True``), or a layer added to main_grad itself. The sum of earlier
+            micro-batches is kept.
         TypeError: for a sparse or complex gradient.
     """
-    grad = param.grad
+    grad, main_grad = param.grad, slot.main_grad
     if grad is None:  # a Function returned None
+        if main_grad is not None:
+            _refuse_unseen_write(slot, None)
         return
-    main_grad = slot.main_grad
     if main_grad is not None:
         follow_writer(main_grad, will_write=False)
     if grad is main_grad:  # autograd added in place
+        main_grad.is_zero = False  # type: ignore[attr-defined]  # hung there by hand, perhaps
         if grad.data_ptr() != slot.address or getattr(param, "main_grad", None) is not main_grad:
             slot.check(param)
         return
     door.refuse_ddp(param)
     slot.check(param)
-    _refuse(slot, param, grad)
+    refuse_gradient(param, grad, name=slot.name, is_fsdp=slot.is_fsdp)
+    if main_grad is not None and main_grad.is_zero:  # type: ignore[attr-defined]
+        _refuse_unseen_write(slot, grad)
     if dtensor.is_dtensor(param):
         _place(slot, param, grad)
-    claim(param)
+    if grad.is_cuda or not door.may_wait or torch._C._current_graph_task_id() < 0:
+        claim(param)
+    else:
+        with threads.lock:
+            if not threads.is_alone():
+                return  # it stays with torch, which adds to it under a lock, until a later arrival or the step
+            claim(param)
     follow_writer(param.main_grad, will_write=False)  # type: ignore[attr-defined]
+
+
+def _refuse_unseen_write(slot: Slot, grad: Tensor | None) -> None:
+    with threads.lock:  # no other backward begins meanwhile; one that ran already may have written
+        if threads.has_been_alone():
+            slot.refuse_unseen_write(grad)
 
 
 def _place(slot: Slot, param: Tensor, grad: Tensor) -> None:
@@ -102,31 +130,6 @@ def _place(slot: Slot, param: Tensor, grad: Tensor) -> None:
             slot.expect_share(param)
     elif slot.is_share:
         slot.end_share(param)
-
-
-def _refuse(slot: Slot, param: Tensor, grad: Tensor) -> None:
-    if grad.requires_grad:
-        # Under create_graph autograd adds out of place: then main_grad still holds the earlier sum.
-        is_sum = grad.grad_fn is not None and grad.grad_fn.name() == "AddBackward0"
-        param.grad = slot.main_grad if is_sum else None
-        raise RuntimeError(
-            f"the gradient of parameter {slot.name} is part of a graph: backward(create_graph=True) would keep that "
-            "graph in main_grad, or lose it. Use torch.autograd.grad(loss, parameters, create_graph=True), which "
-            "leaves main_grad untouched"
-        )
-    if grad.layout is not torch.strided:
-        param.grad = None
-        raise TypeError(
-            f"the gradient of parameter {slot.name} is {grad.layout}; main_grad is dense. Use dense gradients "
-            "(nn.Embedding(sparse=False)), or leave this parameter to an optimizer of its own"
-        )
-    needed = MAIN_DTYPES[slot.dtype]
-    is_fsdps = slot.is_fsdp and grad.dtype is slot.dtype
-    if grad.shape != param.shape or not (grad.dtype is needed or is_fsdps):
-        raise RuntimeError(
-            f"the gradient of parameter {slot.name} is {grad.dtype} with shape {tuple(grad.shape)}; needed is "
-            f"{needed} with shape {tuple(param.shape)}. Assign such a tensor, or None to clear"
-        )
 
 
 class Arrival:
@@ -149,8 +152,10 @@ class Arrival:
 
     def watch(self, entries: Sequence[Entry]) -> None:
         """Fold every gradient that arrives for ``entries`` from now on."""
+        threads.watch()
         for entry in entries:
-            self._hook_first(entry.param, functools.partial(arrive, self._door, entry.slot))
+            hook = arrive_on_cpu if entry.slot.device.type == "cpu" else arrive
+            self._hook_first(entry.param, functools.partial(hook, self._door, entry.slot))
 
     def watch_frozen(self, name: str, param: nn.Parameter) -> None:
         """Raise, by name, if a gradient arrives for a parameter that had no buffers because it was frozen."""
@@ -164,13 +169,24 @@ class Arrival:
         """Remove the hook of ``param``."""
         self._handles.pop(id(param)).remove()
 
-    def adopt(self) -> None:
-        """Take over gradients that were set by hand since the last arrival; each is an arrival of its own."""
+    def adopt(self) -> list[Entry]:
+        """Take over gradients that were set by hand since the last arrival; each is an arrival of its own.
+
+        Returns:
+            Those that have no gradient.
+        """
+        absent = []
         for entry in self._buffers.entries:
             grad = entry.param.grad
-            if grad is not None and grad is not entry.slot.main_grad:
+            if grad is None:
+                if not entry.slot.is_reduced:
+                    absent.append(entry)
+            elif grad is not entry.slot.main_grad:
                 with torch.no_grad():
                     arrive(self._door, entry.slot, entry.param)
+            else:
+                grad.is_zero = False  # type: ignore[attr-defined]  # hung there by hand, perhaps
+        return absent
 
     def release(self) -> None:
         """Remove all hooks."""

@@ -12,6 +12,7 @@ Knows nothing of layers, buffers or ranks.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.function import FunctionMeta
 
+from fusedopt import threads
 from fusedopt.backends import for_weight
-from fusedopt.main_grad import claim, has_main_grad
+from fusedopt.main_grad import AddingTo, describe, has_main_grad
 
 
 class Destination(enum.Enum):
@@ -84,18 +86,23 @@ class MainGradFunction(torch.autograd.Function, metaclass=_Meta):
             What ``backward`` must return for the weight: None; or ``grad`` where autograd asked for it
             (`torch.autograd.grad`, ``create_graph``), the weight has hooks that are to see it, arrived detached
             from its Parameter (reentrant checkpoint, as an argument), or has no main_grad.
+
+        Raises:
+            TypeError, ValueError: saying which argument is not what is needed; main_grad was not touched.
         """
         where = _destination(ctx, weight)
-        if where is Destination.RETURN:
-            return _returned(weight, grad)
-        if where is Destination.ACCUMULATE:
-            has_sum = claim(weight)
-            main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
+        if where is Destination.DROP:
+            return None
+        _check_gradient(weight, grad)
+
+        def write(main_grad: Tensor, has_sum: bool) -> None:
             if has_sum:
                 main_grad.add_(grad)
             else:
                 main_grad.copy_(grad)
-        return None
+
+        is_added = where is Destination.ACCUMULATE and _add(weight, write)
+        return None if is_added else _returned(weight, grad)
 
     @staticmethod
     def addmm_to_main_grad(
@@ -112,17 +119,74 @@ class MainGradFunction(torch.autograd.Function, metaclass=_Meta):
 
         Returns:
             As `add_to_main_grad`. No product is formed where autograd does not ask for the weight's gradient.
+
+        Raises:
+            TypeError, ValueError: as `add_to_main_grad`.
         """
         where = _destination(ctx, weight)
         if where is Destination.DROP:
             return None
-        grad_output, input = (t.reshape(-1, t.shape[-1]) for t in (grad_output, input))
-        if where is Destination.RETURN:
-            return _returned_product(weight, grad_output, input, exact)
-        has_sum = claim(weight)
-        main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
-        for_weight(weight).wgrad_accumulate_(main_grad, grad_output, input, accumulate=has_sum, exact=exact)
-        return None
+        grad_output, input = _checked_operands(weight, grad_output, input)
+
+        def write(main_grad: Tensor, has_sum: bool) -> None:
+            for_weight(weight).wgrad_accumulate_(main_grad, grad_output, input, accumulate=has_sum, exact=exact)
+
+        is_added = where is Destination.ACCUMULATE and _add(weight, write)
+        return None if is_added else _returned_product(weight, grad_output, input, exact)
+
+
+def _add(weight: Tensor, write: Callable[[Tensor, bool], None]) -> bool:
+    """Let ``write`` add to the main_grad of ``weight``; return False where that is better left to autograd.
+
+    Autograd has the lock that keeps apart what other threads add.
+    """
+    if weight.is_cuda:
+        with AddingTo(weight) as (main_grad, has_sum):
+            write(main_grad, has_sum)
+        return True
+    with threads.lock:
+        if not threads.is_alone():
+            return False
+        with AddingTo(weight) as (main_grad, has_sum):
+            write(main_grad, has_sum)
+    return True
+
+
+def _check_gradient(weight: Tensor, grad: Tensor) -> None:
+    if grad.shape != weight.shape or grad.device != weight.device:
+        raise ValueError(
+            f"the gradient for {describe(weight)} is {_form(grad)}, and the parameter {_form(weight)}; needed is the "
+            "parameter's shape on its device (a sum over tokens for a bias: grad_output.sum(0))"
+        )
+    if not grad.dtype.is_floating_point or grad.layout is not torch.strided:
+        raise TypeError(
+            f"the gradient for {describe(weight)} is {grad.dtype}, {grad.layout}; needed is a dense one of a floating "
+            "dtype"
+        )
+
+
+def _checked_operands(weight: Tensor, grad_output: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both operands as ``[tokens, channels]``, checked against ``weight`` and each other."""
+    if grad_output.dtype is not input.dtype or not input.dtype.is_floating_point:
+        raise TypeError(
+            f"for {describe(weight)}, grad_output is {grad_output.dtype} and input {input.dtype}; needed is one "
+            "floating dtype for both: under autocast the saved input is wider, so cast it, input.to(grad_output.dtype)"
+        )
+    if grad_output.dim() and input.dim() and weight.dim() == 2:
+        rows, columns = (t if t.dim() == 2 else t.reshape(-1, t.shape[-1]) for t in (grad_output, input))
+        num_tokens, num_out = rows.shape
+        if columns.shape == (num_tokens, weight.shape[1]) and num_out == weight.shape[0]:
+            return rows, columns
+    what = "a Parameter" if isinstance(weight, nn.Parameter) else "no Parameter: is it an activation?"
+    raise ValueError(
+        f"for {describe(weight)}, the weight is {_form(weight)} ({what}), grad_output {_form(grad_output)} and input "
+        f"{_form(input)}; needed are [out, in], [*, out] and [*, in] with as many tokens, in the order "
+        "addmm_to_main_grad(ctx, weight, grad_output, input)"
+    )
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} on {tensor.device}"
 
 
 def _destination(ctx: Any, weight: Tensor) -> Destination:

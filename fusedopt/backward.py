@@ -3,7 +3,8 @@
     loss.backward() -> arrival -> [...] -> end of backward -> reduction
 
 A backward is a graph task of autograd's engine. Reentrant checkpoints run tasks inside of tasks; what counts here
-is the outermost one. A task that failed never runs its callbacks, but lets go of them at once.
+is the outermost one. A task that failed never runs its callbacks, but lets go of them at once. All wrappers whose
+gradients arrive in one backward end it together: first each by itself, then all at once.
 
 Knows nothing of parameters, buckets or ranks.
 """
@@ -12,35 +13,65 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
 
 
+class Watched(Protocol):
+    """Whose gradients arrive."""
+
+    def backward_began(self) -> None:
+        """Note the first arrival of a backward; `BackwardWatch.has_failed` still tells of the one before."""
+
+    def backward_ended(self) -> bool:
+        """Note that everything has arrived; return whether ``then`` has something to do. Not after a failure."""
+
+
+Then = Callable[[Sequence[Any]], None]
+
+
 class _End:
     """The callback of one graph task, which is its sole owner: it dies with it, also when that fails."""
 
-    def __init__(self, watch: BackwardWatch) -> None:
-        self._watch = watch
+    def __init__(self) -> None:
+        self.watches: list[BackwardWatch] = []
 
     def __call__(self) -> None:
-        self._watch._task_ended()
+        node = torch._C._current_autograd_node()
+        outwards = [fn for fn, _ in node.next_functions if fn is not None] if node is not None else []
+        if outwards:  # a reentrant checkpoint's own task
+            for watch in self.watches:
+                watch.hop_by(outwards)
+            return
+        left: dict[Then, list[Watched]] = {}
+        for watch in self.watches:
+            watched = watch.end()
+            if watched is not None:
+                left.setdefault(watch.then, []).append(watched)
+        for then, all_watched in left.items():
+            then(all_watched)
+
+
+_ends: weakref.WeakValueDictionary[int, _End] = weakref.WeakValueDictionary()
+"""By graph task."""
 
 
 class BackwardWatch:
-    """Calls ``on_end`` when the backward that is running now ends.
+    """Tells when the backward that is running now begins and ends.
+
+    Both run in the backward's own thread, and what they raise reaches the caller of ``backward()``.
 
     Args:
-        on_begin: a method, held weakly; called at the first arrival of a backward; `has_failed` still tells of the one
-            before.
-        on_end: a method, held weakly; called in the backward's own thread once everything has arrived; what it raises
-            reaches the caller of ``backward()``. Not called for a backward that failed.
+        watched: is told; held weakly.
+        then: called once at the end, after all that were watched have been told, with those that said so.
     """
 
-    def __init__(self, on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
-        self._on_begin, self._on_end = weakref.WeakMethod(on_begin), weakref.WeakMethod(on_end)
+    def __init__(self, watched: Watched, then: Then) -> None:
+        self._watched = weakref.ref(watched)
+        self.then = then
         self._end: weakref.ref[_End] | None = None
         self._hops: list[Any] = []
         self._has_ended = True
@@ -50,6 +81,11 @@ class BackwardWatch:
     def has_failed(self) -> bool:
         """Whether the last backward never ended; asked where none is running."""
         return not self._has_ended
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward is running now."""
+        return self._end is not None and self._end() is not None
 
     def forget(self) -> None:
         """Stop minding a backward that failed."""
@@ -62,56 +98,56 @@ class BackwardWatch:
         Raises:
             RuntimeError: if backwards run in two threads at once, or under compiled autograd.
         """
-        is_armed = self._end is not None and self._end() is not None
+        is_armed = self.is_running
         if not is_armed and not self._hops:
             self._tasks = _Tasks()
         self._tasks.enter(task)
         if is_armed:
             return
-        self._arm()
+        self._arm(task)
         if not self._hops:
-            _call(self._on_begin)
+            watched = self._watched()
+            if watched is not None:
+                watched.backward_began()
             self._has_ended = False
 
-    def _arm(self) -> None:
+    def _arm(self, task: int) -> None:
         dynamo = sys.modules.get("torch._dynamo.compiled_autograd")
         if dynamo is not None and dynamo.compiled_autograd_enabled:
             raise RuntimeError(
                 "compiled autograd drops the callback at the end of backward, by which gradients are reduced over "
                 "ranks; leave torch._dynamo.config.compiled_autograd off (torch.compile itself works)"
             )
-        end = _End(self)
+        end = _ends.get(task)
+        if end is None:
+            end = _ends[task] = _End()
+            Variable._execution_engine.queue_callback(end)
+        end.watches.append(self)
         self._end = weakref.ref(end)
-        Variable._execution_engine.queue_callback(end)
 
-    def _task_ended(self) -> None:
-        node = torch._C._current_autograd_node()
-        outwards = [fn for fn, _ in node.next_functions if fn is not None] if node is not None else []
-        if not outwards:
-            self._remove_hops()
-            self._has_ended = True
-            _call(self._on_end)
-            return
-        # A reentrant checkpoint's own task. The first of the checkpoint's neighbours to run is in the task around it.
+    def end(self) -> Watched | None:
+        """End the backward; return whom ``then`` is about, if anyone."""
+        self._remove_hops()
+        self._has_ended = True
+        self._end = None
+        watched = self._watched()
+        return watched if watched is not None and watched.backward_ended() else None
+
+    def hop_by(self, outwards: Sequence[Any]) -> None:
+        """Go on in the task around this one: the first of a reentrant checkpoint's neighbours to run is in it."""
         self._end = None
         self._hops += [fn.register_prehook(self._hop) for fn in outwards]
 
     def _hop(self, *_: Any) -> None:
         if self._hops:
             self._remove_hops()
-            if self._end is None or self._end() is None:
-                self._arm()
+            if not self.is_running:
+                self._arm(torch._C._current_graph_task_id())
 
     def _remove_hops(self) -> None:
         for handle in self._hops:
             handle.remove()
         self._hops.clear()
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    alive = method()
-    if alive is not None:  # else its wrapper was dropped while a backward ran
-        alive()
 
 
 class _Tasks:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedopt import dtensor, layout
 from fusedopt.checks import MAIN_DTYPES
 from fusedopt.layout import Span
-from fusedopt.main_grad import hand_over, register
+from fusedopt.main_grad import hand_over, register, unregister
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,35 @@ class Slot:
             self.address = self.local_grad.data_ptr()
             placements = dtensor.share_placements(param) if self.is_share else None
             self.main_grad = dtensor.like(param, self.local_grad, placements)
-            register(param, self.main_grad, bucket.backend)
+            register(param, self.main_grad, bucket.backend, self.name)
         return self.main_grad
+
+    def refuse_unseen_write(self, grad: Tensor | None) -> None:
+        """Raise if main_grad, which no gradient reached yet, holds one: a layer wrote into it by itself.
+
+        Looks at the bytes, since kernels count no version. Where a clear left old ones and nothing arrives, they are
+        zeroed for the next time. Synchronises, but only at first arrivals, and those without a gradient.
+
+        Args:
+            grad: what arrives; None where a Function returned None.
+        """
+        main_grad, local = self.main_grad, self.local_grad
+        # On several ranks, an arrival that was not expected may find what the others sent, not hung up yet.
+        is_expected = self.num_fires == 0 and self.expected_fires == 1
+        if main_grad is None or local is None or not is_expected or _is_capturing(local):
+            return
+        if main_grad.is_zero and _holds_gradient(local, grad):  # type: ignore[attr-defined]
+            local.zero_()
+            raise RuntimeError(
+                f"something other than autograd added to the main_grad of parameter {self.name}: a layer in the style "
+                "of Megatron-LM (`weight.main_grad.add_(...)`), for one. fusedopt cannot know whether it added to a "
+                "sum or to old bytes, and would lose it or count it twice; what was there is dropped. Let the layer's "
+                "backward return fusedopt.MainGradFunction.add_to_main_grad(ctx, weight, grad), or its gradient, and "
+                "not write into main_grad"
+            )
+        if grad is None:
+            local.zero_()
+            main_grad.is_zero = True  # type: ignore[attr-defined]
 
     def expect_share(self, param: Tensor) -> None:
         """Place main_grad as gradients of which each replica of ``param`` holds a share; not while it hangs."""
@@ -250,11 +277,14 @@ class Slot:
 
     def release(self) -> None:
         """Let go of main_grad, which the parameter was rid of."""
+        if self.main_grad is not None:
+            unregister(self.main_grad)
         self.main_grad = self.local_grad = None
 
     def forget(self, param: Tensor) -> None:
         """Give a lent main_grad back: ``.grad`` and ``main_grad`` become None."""
         if self.main_grad is not None:
+            unregister(self.main_grad)
             if param.grad is self.main_grad:
                 param.grad = None
             param.main_grad = self.main_grad = self.local_grad = None  # type: ignore[attr-defined]
@@ -305,3 +335,26 @@ class Slot:
             f"the main_grad of parameter {self.name} is {found}: something rebound or deleted `param.main_grad`. "
             "Write into it in place (`param.main_grad.copy_(...)`), or assign `param.grad`, which is taken over"
         )
+
+
+def _holds_gradient(held: Tensor, grad: Tensor | None) -> bool:
+    """Return whether a layer wrote into ``held``, which were zero; ``grad`` is what autograd delivers beside it.
+
+    Beside a gradient, one constant or nan counts for nothing unless it is that gradient: it is what people fill buffers
+    with, to see that old bytes do not matter.
+    """
+    if not held.numel():
+        return False
+    low, high = held.aminmax()
+    if grad is None:
+        return bool((low != 0) | (high != 0))
+    delivered = dtensor.local_of(grad)
+    if delivered.data_ptr() == held.data_ptr():  # an alias that was hung on `.grad` by hand
+        return False
+    if bool(low < high):
+        return bool(low.isfinite() & high.isfinite())
+    return bool(low != 0) and torch.equal(held, delivered)
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -28,7 +28,8 @@ from fusedopt import dtensor
 from fusedopt.backends import Backend, resolve, torch_ops
 from fusedopt.buckets import Bucket, Sharding, Slot
 from fusedopt.layout import ParamSpec, Span, intersect, plan_buckets
-from fusedopt.main_grad import OUR_ATTRIBUTES, serve_transformer_engine
+from fusedopt.main_grad import OUR_ATTRIBUTES, hang, serve_transformer_engine
+from fusedopt.sample import Sample
 
 
 class Entry:
@@ -140,7 +141,7 @@ class Entry:
         if grad is not None:
             with torch.no_grad():
                 dtensor.copy_local_(main_grad, grad)
-            param.grad = main_grad
+            hang(param, main_grad)
             self.bucket.is_dirty = True  # each rank had its own
             self.bucket.note_version()
 
@@ -153,6 +154,20 @@ class Entry:
     def has_grad(self) -> bool:
         """Whether it received a gradient since the last clear."""
         return self.param.grad is not None or self.slot.is_reduced
+
+    @torch.no_grad()
+    def up_to_date_main_param(self) -> Tensor | None:
+        """Return main_param; where the model parameter was edited since, a copy with what `Buffers.take_over` will do.
+
+        So whoever saves sees the weights as they are, and weights that were swapped in for a while cost no digits.
+        """
+        if self.main_param is None or not self.is_rounded or not self.was_edited_outside():
+            return self.main_param
+        if self.bucket.model is not None and self.was_moved():
+            self.move_into(self.bucket.model)
+        value = self.main_param.detach().clone(memory_format=torch.preserve_format)
+        torch_ops.take_over_(value, self.model_part)
+        return value
 
     @torch.no_grad()
     def load_main_param(self, value: Tensor) -> None:
@@ -219,6 +234,10 @@ class Buffers:
         self.sharding = sharding or Sharding()
         self.buckets: list[Bucket] = []
         self.entries: list[Entry] = []
+        self.listing = 0
+        """What all ranks must have in common once groups were edited: which entry stands where. 4 bytes."""
+        self.is_stepping = False  # main_params may be ahead of their model parameters
+        self._sample: tuple[Sample, list[Entry]] | None = None
 
     def add(
         self, group: int, named_params: Sequence[tuple[str, nn.Parameter]], shard_by: str = "element"
@@ -257,6 +276,7 @@ class Buffers:
         for number, entry in enumerate(added, len(self.entries)):
             entry.number = number
         self.entries.extend(added)
+        self._sample = None
         return added
 
     def drop(self, entries: Sequence[Entry]) -> None:
@@ -277,6 +297,7 @@ class Buffers:
         self.entries[:] = sorted(kept, key=lambda entry: entry.number)
         for number, entry in enumerate(self.entries):
             entry.number, entry.slot.index = number, entry.bucket.index
+        self._sample = None
 
     def release(self) -> None:
         """Give every parameter back as torch made it, with its gradient in its own dtype."""
@@ -286,6 +307,7 @@ class Buffers:
             bucket.release()
         self.entries.clear()
         self.buckets.clear()
+        self._sample = None
 
     def check_views(self) -> None:
         """Raise by name if a parameter or its main_grad is not what it was when wrapped."""
@@ -331,23 +353,75 @@ class Buffers:
         )
 
     @torch.no_grad()
-    def take_over(self, *, everything: bool = False, loaded: bool = True) -> None:
+    def take_over(self, *, everything: bool = False) -> bool:
         """Let edits of model parameters from outside reach their main_params.
 
         Args:
             everything: compare all elements of all parameters, also where torch saw no edit.
-            loaded: compare also where main_param was loaded. False leaves those whose model parameter was not edited
-                since: it may be loaded later than the optimizer.
+
+        Returns:
+            Whether one was found that torch had not seen, by a sample of elements; then everything was compared.
+
+        Raises:
+            RuntimeError: naming a parameter, if such a one was found too late: a device told of it after the step that
+                undid it.
         """
-        for entry in self.entries:
-            if not (everything or entry.was_edited_outside() or (loaded and entry.is_loaded)):
-                continue
-            if entry.bucket.model is not None and entry.was_moved():
-                entry.move_into(entry.bucket.model)
+        if everything:
+            self._take_over(self.entries)
+            return False
+        self._refuse_late()
+        self._take_over([e for e in self.entries if e.was_edited_outside() or e.is_loaded])
+        shows_edit = self._shows_unseen_edit()
+        if shows_edit:
+            self.take_over_unseen()
+        return shows_edit
+
+    @torch.no_grad()
+    def take_over_unseen(self) -> None:
+        """Compare all elements of all parameters, but for those whose main_param is ahead, or waits for its weights."""
+        self._take_over([entry for entry in self.entries if not (_was_written(entry) or entry.is_loaded)])
+
+    def _take_over(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            if entry.was_moved():
+                self._sample = None
+                if entry.bucket.model is not None:
+                    entry.move_into(entry.bucket.model)
             if entry.is_rounded and entry.main_param is not None:
                 torch_ops.take_over_(entry.main_param, entry.model_part)
             if entry.bucket.main is not None or entry.bucket.model is not None:
                 entry.mark_synced()
+
+    def _refuse_late(self) -> None:
+        late = [self._sample[1][number] for number in self._sample[0].late()] if self._sample is not None else []
+        if late:
+            raise RuntimeError(
+                f"parameter {late[0].slot.name} was written through .data (or by what torch does not count) before an "
+                "earlier step, which has undone that. Write under torch.no_grad() into the parameter itself, which is "
+                "seen, or call optimizer.sync_main_params() after such a write and before the next step"
+            )
+
+    def _shows_unseen_edit(self) -> bool:
+        """Return whether model parameters were edited in a way that torch does not count, see `sample`."""
+        if self.is_stepping:  # a step that failed left main_params ahead
+            return False
+        sample, entries = self._sample or self._draw()
+        if sample.answers_late:
+            if any(_was_written(entry) for entry in entries):
+                return False
+            if sample.is_stale():
+                sample, entries = self._draw()
+        found = sample.look()
+        if found and sample.is_stale():  # an inner optimizer rebound a main_param
+            sample, entries = self._draw()
+            found = sample.look()
+        return any(not (_was_written(entries[number]) or entries[number].is_loaded) for number in found)
+
+    def _draw(self) -> tuple[Sample, list[Entry]]:
+        rounded = [(e, e.main_param) for e in self.entries if e.is_rounded and e.main_param is not None]
+        models = [dtensor.local_of(e.model_part) for e, _ in rounded]
+        self._sample = Sample(models, [main for _, main in rounded]), [e for e, _ in rounded]
+        return self._sample
 
     @torch.no_grad()
     def write_back(self, *, everything: bool = False, done: Iterable[Entry] = ()) -> None:
@@ -369,6 +443,7 @@ class Buffers:
         torch.autograd.graph.increment_version([e.param for e in written])
         for entry in written:
             entry.mark_synced()
+        self.is_stepping = False
 
     def forget_agreement(self) -> None:
         """Compare every parameter with its main_param at the next `take_over`: main_params were loaded."""

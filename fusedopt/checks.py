@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from fusedopt import dtensor, holders
 from fusedopt.config import MainGradConfig
+from fusedopt.overlap import extent, has_overlap, have_common_elements
 
 MAIN_DTYPES = {
     torch.float64: torch.float64,
@@ -55,6 +56,61 @@ def checked_optimizers(inner: Any, wrapper: type[Optimizer]) -> list[Optimizer]:
     return optimizers
 
 
+def hidden_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers that ``optimizer`` holds: in attributes, in lists, tuples and dicts there, and in these.
+
+    Args:
+        optimizer: an inner one.
+
+    Returns:
+        By where they were found, ``"optimizers[1]"``.
+    """
+    found: dict[str, Optimizer] = {}
+    seen = {id(optimizer)}
+    todo: list[tuple[str, Any]] = list(vars(optimizer).items())
+    while todo:
+        where, value = todo.pop()
+        if id(value) in seen or where.rpartition(".")[2] == "state":
+            continue
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            found[where] = value
+            todo += [(f"{where}.{name}", held) for name, held in vars(value).items()]
+        elif isinstance(value, dict):
+            for number, (key, held) in enumerate(value.items()):
+                if not isinstance(held, Tensor):
+                    todo.append((f"{where}[{repr(key) if isinstance(key, str) else number}]", held))
+        elif isinstance(value, (list, tuple)):
+            todo += [(f"{where}[{number}]", held) for number, held in enumerate(value) if not isinstance(held, Tensor)]
+    return found
+
+
+def refuse_hidden(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that hold others over parameters that are in none of their own groups.
+
+    Those would get no main_grad, and nobody would reduce their gradients.
+
+    Raises:
+        ValueError: naming the class, where the other one is, and a parameter.
+    """
+    for opt in optimizers:
+        known = {id(param) for group in opt.param_groups for param in group["params"]}
+        for where, hidden in hidden_optimizers(opt).items():
+            for group, name, param in _all_trainable(hidden):
+                if id(param) not in known:
+                    raise ValueError(
+                        f"{type(opt).__name__} holds another optimizer, .{where} ({type(hidden).__name__}), and "
+                        f"parameter {name} of its group {group}, of shape {tuple(param.shape)}, is in none of the "
+                        f"groups of {type(opt).__name__}: it would get no main_grad. Give the wrapper the optimizers "
+                        "themselves, each over its own parameters: FusedMainGradOptimizer([one, other])"
+                    )
+
+
+def _all_trainable(optimizer: Optimizer) -> list[tuple[int, str, nn.Parameter]]:
+    groups = enumerate(optimizer.param_groups)
+    return [(i, name, p) for i, group in groups for name, p in named_params(group, i) if p.requires_grad]
+
+
 def refuse_unsupported(config: MainGradConfig, *, requires_closure: bool, is_sharded: bool) -> None:
     """Refuse settings that would do less than they were asked to.
 
@@ -83,11 +139,12 @@ def refuse_unsupported(config: MainGradConfig, *, requires_closure: bool, is_sha
         )
 
 
-def check_all_parameters(optimizers: Sequence[Optimizer], *, rewrap: bool = False) -> list[Any]:
-    """Refuse optimizers whose parameters cannot be wrapped; see `check_parameters`.
+def check_all_parameters(optimizers: Sequence[Optimizer], *, is_sharded: bool, rewrap: bool = False) -> list[Any]:
+    """Refuse optimizers whose parameters cannot be wrapped; see `check_parameters` and `refuse_shared_memory`.
 
     Args:
         optimizers: bare ones.
+        is_sharded: see `refuse_shared_memory`.
         rewrap: parameters may be held by live wrappers.
 
     Returns:
@@ -119,6 +176,7 @@ def check_all_parameters(optimizers: Sequence[Optimizer], *, rewrap: bool = Fals
             f"none of the {len(named)} parameter(s) of the inner optimizer requires a gradient; unfreeze some "
             "(requires_grad_(True)) or pass those that train"
         )
+    refuse_shared_memory(named, is_sharded=is_sharded)
     refuse_ddp(trainable)
     return wrappers
 
@@ -172,6 +230,12 @@ def check_parameters(named_params: Iterable[tuple[str, Tensor]], *, free_of: Seq
 
 def check_trainable(name: str, param: Tensor, *, free_of: Sequence[Any] = ()) -> None:
     """Refuse one trainable parameter that cannot have main_grad; see `check_parameters`."""
+    if not param.is_leaf:  # an optimizer with differentiable=True takes it
+        raise ValueError(
+            f"parameter {name} is not a leaf: it was computed ({param.grad_fn.name() if param.grad_fn else 'a view'}), "
+            "so that autograd hangs no gradient on it. Give the optimizer the Parameter it was computed from; "
+            "differentiable=True, for steps that are part of a graph, goes with the bare optimizer only"
+        )
     if param.is_complex():
         raise TypeError(
             f"parameter {name} is {param.dtype}; fusedopt wraps real parameters only. Hold it as two real ones "
@@ -199,6 +263,12 @@ def check_trainable(name: str, param: Tensor, *, free_of: Sequence[Any] = ()) ->
             f"the gradient that hangs on parameter {name} is sparse or part of a graph; clear it (param.grad = None) "
             "and make its layer deliver dense gradients before wrapping"
         )
+    if has_overlap(dtensor.local_of(param)):
+        raise ValueError(
+            f"parameter {name} has shape {tuple(param.shape)} with strides {param.stride()}: some of its elements are "
+            "the same memory (expand(), for one), and a step could not write them one by one. Make the small tensor "
+            "the Parameter and expand it in forward, or give each element memory of its own (param.detach().clone())"
+        )
     if hasattr(param, "main_grad"):
         holder = holders.find(param)
         if holder is None or all(holder is not wrapper for wrapper in free_of):
@@ -223,6 +293,40 @@ def _refuse_held(name: str, param: Tensor, holder: Any) -> NoReturn:
         "unwrap() on that one, or drop the last reference to it, before wrapping again; or give the new one "
         "rewrap=True, which unwraps it"
     )
+
+
+def refuse_shared_memory(named: Sequence[tuple[str, Tensor]], *, is_sharded: bool) -> None:
+    """Raise if two trainable parameters have elements in common, and each would train a copy of them.
+
+    A float32 parameter that is whole on this rank trains in its own memory, as in torch, and may share it with others.
+
+    Args:
+        named: all parameters of one wrapper.
+        is_sharded: whether each is moved into memory of its own.
+
+    Raises:
+        ValueError: naming both.
+    """
+    spans = []
+    for name, param in named:
+        local = dtensor.local_of(param)
+        if param.requires_grad and local.numel() and local.layout is torch.strided and local.data_ptr():
+            spans.append((str(local.device), local.data_ptr(), local.data_ptr() + extent(local), name, local))
+    spans.sort(key=lambda span: span[:3])
+    open_spans: list[Any] = []
+    for span in spans:
+        device, start, _, name, local = span
+        open_spans = [other for other in open_spans if other[0] == device and other[2] > start]
+        for _, _, _, other_name, other in open_spans:
+            are_copied = is_sharded or MAIN_DTYPES[local.dtype] is not local.dtype or other.dtype is not local.dtype
+            if are_copied and have_common_elements(local, other):
+                raise ValueError(
+                    f"parameters {other_name} and {name} are two Parameters over the same memory, as "
+                    "nn.Parameter(other.data) makes them: each would train a copy of it, and one would overwrite what "
+                    "the other learned. Tie them as one Parameter (module.weight = other.weight), or give the "
+                    "optimizer one of them"
+                )
+        open_spans.append(span)
 
 
 def check_engines(named: Sequence[tuple[str, Tensor]], shard: str) -> bool:
@@ -324,6 +428,39 @@ def _refuse_orphans(trainable: Sequence[tuple[str, Tensor]]) -> None:
                 f"parameter {name} is in no live module, and there is one with a DTensor parameter of its shape: "
                 "parallelize_module or fully_shard replaced it after the optimizer was made. Parallelise first, then "
                 "make the optimizer from model.parameters(), then wrap"
+            )
+
+
+def refuse_replaced(absent: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise if another Parameter trains in the place of one of ``absent``, which got no gradient.
+
+    Looks through the objects alive, about 0.1 s: a Parameter of the same form that no wrapper holds, with a gradient,
+    in a live module, while no module holds the one that was wrapped.
+
+    Args:
+        absent: parameters of one wrapper, with their names.
+
+    Raises:
+        RuntimeError: naming both.
+    """
+    held: set[int] = set()
+    training: dict[tuple[torch.Size, torch.dtype], str] = {}
+    for module in gc.get_objects():
+        if not issubclass(type(module), nn.Module):
+            continue
+        for name, param in vars(module).get("_parameters", {}).items():
+            held.add(id(param))
+            is_strange = isinstance(param, nn.Parameter) and param.is_leaf and not hasattr(param, "main_grad")
+            if is_strange and param.grad is not None:
+                training[param.shape, param.dtype] = f"{type(module).__name__}.{name}"
+    for name, param in absent:
+        found = training.get((param.shape, param.dtype))
+        if id(param) not in held and found is not None:
+            raise RuntimeError(
+                f"parameter {name} got no gradient and is in no live module, while {found}, of the same shape, has one "
+                "and belongs to no wrapper: load_state_dict(assign=True), or `module.weight = nn.Parameter(...)`, put "
+                "it there after wrapping, and it would never train. Load with assign=True first, then make the "
+                "optimizer and wrap; or load without assign, which copies into the parameters that train"
             )
 
 

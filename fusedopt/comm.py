@@ -1,11 +1,10 @@
-"""The ranks that train one model together, and every collective fusedopt runs.
+"""The ranks that train one model together, and every collective that moves their data.
 
     parameters -> layout -> buffers -> arrival -> [reduction] -> [clip] -> step -> write-back -> [gather]
 
-The only place that calls torch.distributed for communication. Chooses per backend: on CPU (gloo) shards
-travel directly from rank to rank and are summed locally, on devices through the backend's own collectives.
-Data has groups of its own, and control messages a gloo group of theirs, so that they never meet each other, nor
-what the training loop communicates.
+Chooses per backend: on CPU (gloo) shards travel directly from rank to rank and are summed locally, on devices through
+the backend's own collectives. Every wrapper has groups of its own for data, since hooks launch buckets in an order of
+their own on each rank; what ranks agree on goes through their `Channel`.
 
 Knows nothing of parameters, buckets or optimizers. At one rank there is nothing to do.
 """
@@ -13,17 +12,20 @@ Knows nothing of parameters, buckets or optimizers. At one rank there is nothing
 from __future__ import annotations
 
 import contextlib
+import datetime
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_own_groups: dict[tuple[tuple[int, ...], str | None], tuple[Any, Any]] = {}
-"""By global ranks and backend: (the default group when it was made, the group)."""
+from fusedopt.channel import COPY, NUMBERED, Address, Channel, channel_of, name_of
+from fusedopt.groups import DataGroups, Ranks, Tally, timeout_of, waiting
 
 
 class Pending:
@@ -32,10 +34,14 @@ class Pending:
     Args:
         works: what torch.distributed returned; all have to finish.
         then: called once they did; returns the next `Pending`, or the result.
+        waiting: run around the wait.
     """
 
-    def __init__(self, works: Sequence[Any], then: Callable[[], Any]) -> None:
+    def __init__(
+        self, works: Sequence[Any], then: Callable[[], Any], waiting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._works = list(works)
+        self._waiting = waiting
         self._then: Callable[[], Any] | None = then
         self._result: Any = None
 
@@ -55,8 +61,9 @@ class Pending:
         return self._result.wait() if isinstance(self._result, Pending) else self._result
 
     def _advance(self) -> None:
-        for work in self._works:
-            work.wait()
+        with self._waiting():
+            for work in self._works:
+                work.wait()
         then, self._then = self._then, None
         self._works = []
         self._result = then() if then is not None else None
@@ -74,20 +81,15 @@ class DataParallelGroup:
     Attributes:
         rank, world_size: of this process among all data-parallel ranks; a mean divides by ``world_size``.
         shard_rank, num_shards: of this process among those that share a bucket.
-        counts: collectives started, by kind: reduce, gather, scalar, broadcast, control.
-        nbytes: bytes this rank sends in them, by kind: an all-reduce of n bytes sends 2 (W-1)/W n, a
-            reduce-scatter or gather (W-1)/W n.
+        channel: where all of them meet; None for one rank.
+        tally: collectives started, by kind: reduce, gather, scalar, broadcast, control; and bytes this rank sends in
+            them: an all-reduce of n bytes sends 2 (W-1)/W n, a reduce-scatter or gather (W-1)/W n.
 
     Raises:
         ValueError: if both a group and a mesh are given, a mesh has more than two dimensions, or this process is in
             none of them.
         RuntimeError: if a group is given and torch.distributed is not initialised.
     """
-
-    _all: Any
-    _shard: Any
-    _replicate: Any
-    _control: Any
 
     def __init__(self, process_group: Any = None, device_mesh: Any = None, norm_group: Any = None) -> None:
         self._begin(norm_group)
@@ -103,15 +105,14 @@ class DataParallelGroup:
             raise ValueError("process_group and device_mesh were both given; give one of them")
         if device_mesh is not None:
             self._take_mesh(device_mesh)
-        else:
-            group = process_group if process_group is not None else dist.group.WORLD
-            if dist.get_rank(group) < 0:
-                raise ValueError(
-                    f"rank {dist.get_rank()} is not in the process group it was given; give each rank the group it is "
-                    "in"
-                )
-            self._all = self._shard = _own_group(dist.get_process_group_ranks(group))
-        self._place()
+            return
+        group = process_group if process_group is not None else dist.group.WORLD
+        if dist.get_rank(group) < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the process group it was given; give each rank the group it is in"
+            )
+        ranks = _ranks_of(group)
+        self._place(ranks, ranks, None, timeout_of(group))
 
     @staticmethod
     def alone(norm_group: Any = None) -> DataParallelGroup:
@@ -121,11 +122,15 @@ class DataParallelGroup:
         return group
 
     def _begin(self, norm_group: Any) -> None:
-        self.counts: Counter[str] = Counter()
-        self.nbytes: Counter[str] = Counter()
+        self.tally = Tally()
         self.norm_group = norm_group
         self.rank, self.world_size, self.shard_rank, self.num_shards = 0, 1, 0, 1
-        self._all = self._shard = self._replicate = self._control = None
+        self.channel: Channel | None = None
+        self.address: Address = (COPY, -1)
+        self._rank_sets: tuple[Ranks, Ranks, Ranks | None] = ((), (), None)
+        self._timeout: datetime.timedelta | None = None
+        self._groups: DataGroups | None = None
+        self._lease: weakref.finalize[Any, Any] | None = None
 
     def _take_mesh(self, mesh: Any) -> None:
         if mesh.ndim not in (1, 2):
@@ -133,21 +138,65 @@ class DataParallelGroup:
                 f"device_mesh has {mesh.ndim} dimensions; needed are 1 or 2, (replicate, shard). Give the sub-mesh of "
                 "the data-parallel dimensions: mesh['replicate', 'shard']"
             )
+        # torch gives the groups of a mesh its own default, whatever the loop asked of the default group.
+        timeout = timeout_of(dist.group.WORLD, *mesh.get_all_groups())
+        shard = _ranks_of(mesh.get_group(mesh.ndim - 1))
         if mesh.ndim == 1 or mesh.size(0) == 1:
-            self._all = self._shard = _own_group(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)))
+            self._place(shard, shard, None, timeout)
             return
-        ranks = [int(rank) for rank in mesh.mesh.flatten()]
-        self._all = _own_group(ranks)
-        self._shard, self._replicate = (_own_group(dist.get_process_group_ranks(mesh.get_group(i))) for i in (1, 0))
+        everybody = tuple(sorted(int(rank) for rank in mesh.mesh.flatten()))
+        self._place(everybody, shard, _ranks_of(mesh.get_group(0)), timeout)
 
-    def _place(self) -> None:
-        self.rank, self.world_size = dist.get_rank(self._all), dist.get_world_size(self._all)
-        self.shard_rank, self.num_shards = dist.get_rank(self._shard), dist.get_world_size(self._shard)
+    def _place(
+        self, everybody: Ranks, shard: Ranks, replicate: Ranks | None, timeout: datetime.timedelta | None
+    ) -> None:
+        me = dist.get_rank()
+        self.rank, self.world_size = everybody.index(me), len(everybody)
+        self.shard_rank, self.num_shards = shard.index(me), len(shard)
         if self.world_size > 1:
-            self._control = _own_group(dist.get_process_group_ranks(self._all), "gloo")
+            self.channel = channel_of(everybody, timeout)
+            self._rank_sets, self._timeout = (everybody, shard, replicate), timeout
+
+    # -- groups of its own
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Collectives started, by kind."""
+        return self.tally.counts
+
+    @property
+    def nbytes(self) -> Counter[str]:
+        """Bytes this rank sends in them, by kind."""
+        return self.tally.nbytes
+
+    @property
+    def is_open(self) -> bool:
+        """Whether data can travel: there are groups for it."""
+        return self._groups is not None
+
+    def open(self) -> None:
+        """Get a number and groups, if there are several ranks and none yet; all ranks call this."""
+        if self.channel is None or self._groups is not None:
+            return
+        self.tally.add("control")
+        number, groups = self.channel.lease([ranks for ranks in self._rank_sets if ranks], self._timeout)
+        self.address, self._groups = (NUMBERED, number), groups
+        self._lease = weakref.finalize(self, self.channel.give_back, groups)
+        self._lease.atexit = False
+
+    def close(self) -> None:
+        """Let other wrappers have the groups: nothing is sent any more."""
+        if self._lease is not None:
+            self._lease()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelGroup:
-        return self  # groups of processes are what they are
+        """Return the same ranks, for another wrapper; it communicates when that first does, on all ranks."""
+        copied = DataParallelGroup.alone(self.norm_group)
+        copied.channel, copied._rank_sets, copied._timeout = self.channel, self._rank_sets, self._timeout
+        copied.rank, copied.world_size = self.rank, self.world_size
+        copied.shard_rank, copied.num_shards = self.shard_rank, self.num_shards
+        copied.address = (COPY, self.address[1])
+        return copied
 
     def __reduce__(self) -> Any:
         if self.world_size > 1:
@@ -157,13 +206,35 @@ class DataParallelGroup:
             )
         return DataParallelGroup, ()
 
+    @property
+    def _all(self) -> Any:
+        return self._group_of(0)
+
+    @property
+    def _shard(self) -> Any:
+        return self._group_of(1)
+
+    @property
+    def _replicate(self) -> Any:
+        return self._group_of(2)
+
+    @property
+    def _control(self) -> Any:
+        return self.channel.group if self.channel is not None else None
+
+    def _group_of(self, index: int) -> Any:
+        ranks = self._rank_sets[index]
+        if ranks is None or self._groups is None:
+            return None
+        return self._groups.by_ranks.get(ranks)
+
     # -- buckets
 
     def start_all_reduce(self, flat: Tensor) -> Pending:
         """Sum ``flat`` over all ranks, in place; the result is ``flat``."""
         self._count("reduce", 2 * _others(flat.nbytes, self.world_size))
         work = dist.all_reduce(flat, group=self._all, async_op=True)
-        return Pending([work], lambda: flat)
+        return Pending([work], lambda: flat, self._reducing)
 
     def start_reduce(self, flat: Tensor, *, is_awaited: bool) -> Pending:
         """Sum ``flat``, ``[num_shards * n]``, over all ranks; the result, ``[n]``, is this rank's part of the sum.
@@ -178,7 +249,7 @@ class DataParallelGroup:
         if not flat.is_cpu:
             part = torch.empty_like(flat[: flat.numel() // self.num_shards])
             works = [dist.reduce_scatter_tensor(part, flat, group=self._shard, async_op=True)]
-            return Pending(works, lambda: self._replicated(part))
+            return Pending(works, lambda: self._replicated(part), self._reducing)
         rows = flat.view(self.num_shards, -1)
         if is_awaited:  # on gloo two thirds of all_to_all's time, and no row for itself, but it cannot be polled
             received = list(torch.empty_like(rows[1:]).unbind())
@@ -189,14 +260,14 @@ class DataParallelGroup:
             everything = torch.empty_like(flat)
             works = [dist.all_to_all_single(everything, flat, group=self._shard, async_op=True)]
             received = list(everything.view_as(rows).unbind())
-        return Pending(works, lambda: self._replicated(_sum(received)))
+        return Pending(works, lambda: self._replicated(_sum(received)), self._reducing)
 
     def _replicated(self, part: Tensor) -> Pending | Tensor:
         if self._replicate is None:
             return part
         self._count("reduce", 2 * _others(part.nbytes, self.world_size // self.num_shards))
         work = dist.all_reduce(part, group=self._replicate, async_op=True)
-        return Pending([work], lambda: part)
+        return Pending([work], lambda: part, self._reducing)
 
     def start_gather(self, flat: Tensor) -> Pending:
         """Fill ``flat``, ``[num_shards * n]``, in place from the rank that owns each part; the result is ``flat``."""
@@ -207,7 +278,16 @@ class DataParallelGroup:
         else:  # less than half the time of gloo's all_gather
             works = [self._send(rows[self.shard_rank], peer) for peer in self._peers()]
             works += [self._receive(rows[peer], peer) for peer in self._peers()]
-        return Pending(works, lambda: flat)
+        return Pending(works, lambda: flat, self._gathering)
+
+    def _reducing(self) -> AbstractContextManager[None]:
+        return self._waiting("the reduction of gradients")
+
+    def _gathering(self) -> AbstractContextManager[None]:
+        return self._waiting("the gather of parameters")
+
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        return waiting(f"{what} of {name_of(self.address)}", self._rank_sets[0], self._timeout)
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.num_shards) if peer != self.shard_rank]
@@ -278,49 +358,43 @@ class DataParallelGroup:
                 flat = tensor.detach().as_strided((tensor.numel(),), (1,))
                 self._count("broadcast", flat.nbytes if self.rank == 0 else 0)
                 works.append(dist.broadcast(flat, source, group=self._all, async_op=True))
-        for work in works:
-            work.wait()
+        with self._waiting("the broadcast of parameters"):
+            for work in works:
+                work.wait()
 
     # -- control
 
-    def exchange(self, message: Tensor) -> Tensor:
-        """Return the element-wise maximum of ``message``, uint8 on CPU and of one size, over all ranks."""
-        self._count("control", 2 * _others(message.nbytes, self.world_size))
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._control)
-        return message
-
     def objects(self, value: Any) -> list[Any]:
-        """Return every rank's ``value`` (picklable), by rank."""
-        if self.world_size == 1:
+        """Return every rank's ``value`` (picklable), by rank; all are in one `together`, or meeting."""
+        if self.channel is None:
             return [value]
-        self.counts["control"] += 1
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._control)
-        return values
+        self.tally.add("control")
+        return self.channel.objects(value)
+
+    def agree(self, topic: str, problem: str | None) -> None:
+        """Raise a RuntimeError that quotes it if another rank has a problem; one that has raises its own after this.
+
+        Args:
+            topic: what all ranks are in, the same on all.
+            problem: of this one, in words.
+        """
+        if self.channel is not None:
+            is_known = self.address[1] >= 0
+            self.channel.agree(f"{topic} of {name_of(self.address)}" if is_known else topic, problem, self.tally)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Raise on all ranks what the body raises on one; all ranks run it, and nobody leaves before all did."""
+    def together(self, topic: str) -> Iterator[None]:
+        """Raise on all ranks what the body raises on one; all ranks run it, and nobody leaves before all did.
+
+        Args:
+            topic: the method that all ranks call, for ranks that are elsewhere.
+        """
         try:
             yield
         except Exception as error:  # named nowhere else: a frame of its own traceback that holds it is a cycle
-            self._agree(in_words(error))
+            self.agree(topic, in_words(error))
             raise
-        self._agree(None)
-
-    def _agree(self, problem: str | None) -> None:
-        if self.world_size > 1 and int(self.exchange(torch.tensor([problem is not None], dtype=torch.uint8))):
-            self.raise_others(problem)
-
-    def raise_others(self, problem: str | None) -> None:
-        """Raise a RuntimeError that quotes ``problem`` on the ranks that have none; those that have raise their own.
-
-        All ranks call this, if one has a problem.
-        """
-        found = self.objects(problem)
-        if problem is None:
-            rank, text = next((rank, text) for rank, text in enumerate(found) if text is not None)
-            raise RuntimeError(f"rank {rank} refused, so all ranks do: {text}")
+        self.agree(topic, None)
 
     def send_bytes(self, tensor: Tensor, to: int) -> None:
         """Send a contiguous CPU tensor to rank ``to``, on the control group."""
@@ -329,12 +403,13 @@ class DataParallelGroup:
 
     def receive_bytes(self, tensor: Tensor, source: int) -> None:
         """Fill a contiguous CPU tensor with what rank ``source`` sends, on the control group."""
-        self.counts["control"] += 1
+        self.tally.add("control")
         dist.recv(tensor, group=self._control, group_src=source)
 
     def _count(self, kind: str, nbytes: int) -> None:
-        self.counts[kind] += 1
-        self.nbytes[kind] += nbytes
+        self.tally.add(kind, nbytes)
+        if self._groups is not None and kind != "control":
+            self._groups.num_started += 1
 
 
 def in_words(error: Exception) -> str:
@@ -365,35 +440,5 @@ def _others(nbytes: int, num_ranks: int) -> int:
     return nbytes * (num_ranks - 1) // num_ranks
 
 
-def _own_group(ranks: Sequence[int], backend: str | None = None) -> Any:
-    """Return a group of ``ranks`` for fusedopt alone: one for each set and backend, as long as the default lives.
-
-    What the loop itself communicates, between a backward and a step, may come in another order on a rank that had
-    no gradient; on a group of its own it never meets ours.
-    """
-    key = (tuple(ranks), backend)
-    default, group = _own_groups.get(key, (None, None))
-    if default is not dist.group.WORLD:
-        with _named(ranks, f"fusedopt_{backend}_{'_'.join(map(str, ranks))}"):
-            group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-        _own_groups[key] = (dist.group.WORLD, group)
-    return group
-
-
-@contextlib.contextmanager
-def _named(ranks: Sequence[int], name: str) -> Iterator[None]:
-    """Let the group that ``ranks`` alone make in the body be called ``name``, by which they find each other.
-
-    torch puts into it how many groups a rank is in. Where those differ (a mesh over some ranks, a group of the first
-    rank of each node), ranks would wait for each other forever.
-    """
-    c10d: Any = dist.distributed_c10d
-    torchs = getattr(c10d, "_hash_ranks_to_str", None)  # private to torch 2.13; another release may have none
-    if torchs is None:
-        yield
-        return
-    c10d._hash_ranks_to_str = lambda others: name if list(others) == list(ranks) else torchs(others)
-    try:
-        yield
-    finally:
-        c10d._hash_ranks_to_str = torchs
+def _ranks_of(group: Any) -> Ranks:
+    return tuple(sorted(dist.get_process_group_ranks(group)))

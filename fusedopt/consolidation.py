@@ -10,7 +10,10 @@ Knows nothing of optimizers or of the form of a state dict beyond `parts.label`.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +25,7 @@ from fusedopt.comm import DataParallelGroup
 from fusedopt.layout import Span
 from fusedopt.parts import Cut, labelled
 from fusedopt.pieces import assemble_
+from fusedopt.plain import find_objects
 
 _Path = tuple[Any, ...]
 
@@ -33,6 +37,22 @@ class _Ticket:
     shape: tuple[int, ...]
     dtype: torch.dtype
     span: Span | None = None
+
+
+@dataclass(frozen=True)
+class _Sealed:
+    """An object with all that is in it; its tensors arrive on the CPU."""
+
+    raw: bytes
+
+    @staticmethod
+    def of(value: Any) -> _Sealed:
+        file = io.BytesIO()
+        torch.save(value, file)
+        return _Sealed(file.getvalue())
+
+    def open(self) -> Any:
+        return torch.load(io.BytesIO(self.raw), map_location="cpu", weights_only=False)  # from a rank of this job
 
 
 @dataclass(frozen=True)
@@ -59,7 +79,9 @@ def consolidate(
     Raises:
         RuntimeError: if ranks have different state for one parameter, or named different ranks; on all of them.
     """
-    offers = comm.objects(_Offer(comm.rank, comm.shard_rank, to, {key: _describe(v) for key, v in state.items()}))
+    with comm.together("consolidate_state_dict()"):  # an object may be one that cannot be sent
+        described = {key: _describe(value) for key, value in state.items()}
+    offers = comm.objects(_Offer(comm.rank, comm.shard_rank, to, described))
     if {offer.to for offer in offers} != {to}:
         raise RuntimeError(
             f"consolidate_state_dict: ranks named different ones, {[offer.to for offer in offers]}; name the same `to`"
@@ -74,6 +96,34 @@ def consolidate(
     return whole if comm.rank == to else None
 
 
+def check_alike(comm: DataParallelGroup, others: Mapping[int, Mapping[Any, Any]]) -> None:
+    """Raise if state under keys that are no parameters differs between ranks: which one is right, nobody knows.
+
+    Args:
+        comm: the ranks, which all call it.
+        others: by number of the inner optimizer.
+
+    Raises:
+        RuntimeError: naming the keys, on all ranks.
+    """
+    keys = [key for values in others.values() for key in values]
+    if len(set(comm.objects(_digest(others)))) > 1:
+        raise RuntimeError(
+            f"consolidate_state_dict: an inner optimizer keeps state under {sorted(map(str, keys))}, which are no "
+            "parameters, and it differs between ranks. Save every rank's own optimizer.state_dict() and load it on the "
+            "same rank"
+        )
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, Tensor):
+        raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return f"{value.dtype}{tuple(value.shape)}{hashlib.sha256(raw).hexdigest()}"
+    if isinstance(value, Mapping):
+        return repr([(repr(key), _digest(item)) for key, item in value.items()])
+    return repr([_digest(item) for item in value]) if type(value) in (list, tuple) else repr(value)
+
+
 def _order(key: Any) -> tuple[bool, Any]:
     return (False, key) if isinstance(key, int) else (True, str(key))
 
@@ -84,9 +134,11 @@ def _describe(value: Any) -> Any:
         return _Ticket(tuple(found[1].shape), found[1].dtype, found[0])
     if isinstance(value, Tensor):
         return _Ticket(tuple(value.shape), value.dtype)
-    if isinstance(value, dict):
+    if type(value) in (dict, OrderedDict):
         return {key: _describe(item) for key, item in value.items()}
-    return type(value)(map(_describe, value)) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)(map(_describe, value))
+    return _Sealed.of(value) if any(find_objects(value, "")) else value
 
 
 def _tickets(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, _Ticket]]:
@@ -147,7 +199,7 @@ class _Plan:
             return {key: self._fill(item, (*path, key), mail) for key, item in value.items()}
         if type(value) in (list, tuple):
             return type(value)(self._fill(item, (*path, i), mail) for i, item in enumerate(value))
-        return value
+        return value.open() if isinstance(value, _Sealed) else value
 
     def _fetch(self, ticket: _Ticket, path: _Path, mail: _Mail) -> Tensor | None:
         where = (self._key, *path)

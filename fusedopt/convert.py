@@ -58,8 +58,11 @@ def convert_linears(
         LoRA layers, parametrised weights), weights that are frozen or no Parameter.
 
     Raises:
-        ValueError: if a pattern matches no linear layer. Nothing was changed.
+        TypeError: if ``model`` is no module, or a pattern neither a string nor a module class.
+        ValueError: if a pattern matches no linear layer.
+        Nothing was changed when one of these is raised.
     """
+    _check_module(model)
     included, excluded = _as_list(include), _as_list(exclude)
     layers = list(_linears(model))
     for pattern in [*included, *excluded]:
@@ -89,6 +92,7 @@ def convert_linears(
 
 def restore_linears(model: nn.Module) -> list[str]:
     """Make every `FusedLinear` of ``model`` a plain ``nn.Linear`` again, in place; return their names."""
+    _check_module(model)
     restored = []
     for name, module in model.named_modules():
         if type(module) is FusedLinear:
@@ -118,7 +122,22 @@ def _matches(pattern: Pattern, name: str, chain: list[nn.Module]) -> bool:
 def _as_list(patterns: Pattern | Iterable[Pattern] | None) -> list[Pattern]:
     if patterns is None:
         return []
-    return [patterns] if isinstance(patterns, (str, type)) else list(patterns)
+    found = list(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, (str, type)) else [patterns]
+    for pattern in found:
+        if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
+            raise TypeError(
+                f"the pattern {pattern!r} is a {type(pattern).__name__}; needed is a module name such as '*.mlp.*', a "
+                "module class such as nn.Linear, or a list of these"
+            )
+    return found
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}; needed is one torch.nn.Module, whose linear layers are swapped in "
+            "place (several: nn.ModuleList([...]), or one call for each)"
+        )
 
 
 def _why_not(layer: nn.Module) -> str | None:

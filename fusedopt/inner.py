@@ -11,8 +11,9 @@ with main_params. Knows nothing of ranks or files.
 from __future__ import annotations
 
 import contextlib
-import inspect
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,11 +21,15 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from fusedopt.buffers import Entry
+from fusedopt.checks import hidden_optimizers
 from fusedopt.dtensor import is_dtensor, region_of
 from fusedopt.guard import StepGuard
-from fusedopt.listing import Group, Listed, agree
+from fusedopt.listing import Group, Listed, agree, relist
 from fusedopt.parts import Cut, piece, take, wrap
+from fusedopt.plain import refuse_objects
 from fusedopt.scratch import global_step_hooks_muted, state_to_come
+from fusedopt.signatures import requires_closure, step_with, takes_closure
+from fusedopt.stand_ins import StandIns
 
 HAS_STATE = "has_state"
 """Beside a parameter's state in torch's checkpoints: whether it had any."""
@@ -49,6 +54,10 @@ class InnerOptimizers:
         if order is not None:
             of_each = [iter([item for item in self.listed if item.optimizer is opt]) for opt in self.optimizers]
             self.listed = [next(of_each[number]) for number in order]
+        self._take_closure = [takes_closure(type(opt)) for opt in self.optimizers]
+        # Optimizers that one of them holds (Lookahead, SAM), by number, and lists of parameters that are only theirs.
+        self._held = [list(hidden_optimizers(opt).values()) for opt in self.optimizers]
+        self._lists_apart = self._find_lists_apart()
         self._main_of: dict[int, nn.Parameter | None] = {}  # None: another rank updates it
         self._param_of: dict[int, nn.Parameter] = {}
         self._home_of: dict[int, Optimizer] = {}
@@ -58,12 +67,14 @@ class InnerOptimizers:
         self.set_aside: dict[int, Tensor] = {}
         """main_params that were loaded for parameters still frozen, by ``id``; `adopt` takes them up."""
         self._guard: StepGuard | None = None
+        self.warned_of: set[type] = set()
+        """Classes of which it was said that they are saved as they are."""
+        self._stand_ins = StandIns()
 
     @property
     def order(self) -> list[int]:
         """The number of the optimizer of each outer group."""
-        numbers = {id(opt): number for number, opt in enumerate(self.optimizers)}
-        return [numbers[id(item.optimizer)] for item in self.listed]
+        return [self.number_of(index) for index in range(self.num_groups)]
 
     @property
     def num_groups(self) -> int:
@@ -73,7 +84,21 @@ class InnerOptimizers:
     @property
     def requires_closure(self) -> bool:
         """Whether an inner optimizer cannot step without a closure (LBFGS)."""
-        return any(_requires_closure(opt) for opt in self.optimizers)
+        return any(requires_closure(type(opt)) for opt in self.optimizers)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether an inner optimizer is to evaluate the closure itself, where there is one."""
+        return any(self._take_closure)
+
+    def takes_closure(self, number: int) -> bool:
+        """Return whether inner optimizer ``number`` may do more with a closure than to evaluate it before all else."""
+        return self._take_closure[number]
+
+    def mains_of(self, number: int) -> list[nn.Parameter]:
+        """Return the main_params that inner optimizer ``number`` updates here."""
+        mains = [entry.main_param for entry in self._entry_of.values()]
+        return [m for m in mains if m is not None and self._home_of[id(m)] is self.optimizers[number]]
 
     @property
     def takes_found_inf(self) -> bool:
@@ -93,6 +118,15 @@ class InnerOptimizers:
     def group(self, index: int) -> Group:
         """Return the inner group of outer group ``index``."""
         return self.listed[index].group
+
+    def number_of(self, index: int) -> int:
+        """Return the number of the inner optimizer of outer group ``index``."""
+        optimizer = self.optimizer_of(index)
+        return next(number for number, opt in enumerate(self.optimizers) if opt is optimizer)
+
+    def held_by(self, number: int) -> list[Optimizer]:
+        """Return the optimizers that inner optimizer ``number`` holds, as Lookahead does."""
+        return self._held[number]
 
     def optimizer_of(self, index: int) -> Optimizer:
         """Return the inner optimizer of outer group ``index``."""
@@ -124,6 +158,12 @@ class InnerOptimizers:
         added = optimizer.param_groups[-1]
         self.listed.append(Listed(optimizer, len(optimizer.param_groups) - 1, list(added["params"]), dict(added)))
 
+    def drop_groups(self, index: int) -> None:
+        """Take back group ``index``, if it was added; all ranks added it, and one refuses."""
+        for listed in self.listed[index:]:
+            listed.optimizer.param_groups.pop()
+        del self.listed[index:]
+
     def adopt(self, index: int, entries: Sequence[Entry]) -> None:
         """Put main_params in the place of model parameters in group ``index``, state included."""
         if self._guard is None:
@@ -137,11 +177,16 @@ class InnerOptimizers:
                 self._home_of[id(main_param)] = optimizer
             if id(entry.param) in self.set_aside:
                 entry.load_main_param(take(self.set_aside.pop(id(entry.param)), cut_of(entry)))
-            if main_param is not entry.param and entry.param in optimizer.state:
-                state = optimizer.state.pop(entry.param)
-                if main_param is not None:
-                    part = take(state, cut_of(entry))
-                    optimizer.state[main_param] = _cast_state(part, entry.param.dtype, main_param.dtype)
+            for holder in self._holders(optimizer):
+                if main_param is not entry.param and entry.param in holder.state:
+                    state = holder.state.pop(entry.param)
+                    if main_param is not None:
+                        if cut_of(entry).is_partial:
+                            refuse_objects(state, f"the state of parameter {entry.slot.name}", "a shard cannot cut it")
+                        part = take(state, cut_of(entry))
+                        holder.state[main_param] = _cast_state(part, entry.param.dtype, main_param.dtype)
+            if entry.bucket.model is not None:
+                self.listed[index].is_shared = True
         self.consolidated = None
         self._list_main_params(index)
 
@@ -154,6 +199,8 @@ class InnerOptimizers:
         for listed in self.listed:
             if listed.is_there:
                 listed.group["params"][:] = listed.params
+        for held, params in self._lists_apart:
+            held[:] = params
         if self._guard is not None:
             self._guard.remove(self.optimizers)
         self.set_aside.clear()
@@ -166,68 +213,37 @@ class InnerOptimizers:
             del self._entry_of[id(param)]
             if main_param is None:
                 continue
-            home = self._home_of.pop(id(main_param))
             del self._param_of[id(main_param)]
-            if main_param is not param and main_param in home.state:
-                whole = home.state.pop(main_param)
-                if main_param.shape == param.shape:
-                    home.state[param] = _cast_state(whole, main_param.dtype, param.dtype)
+            for holder in self._holders(self._home_of.pop(id(main_param))):
+                if main_param is not param and main_param in holder.state:
+                    whole = holder.state.pop(main_param)
+                    if main_param.shape == param.shape:
+                        holder.state[param] = _cast_state(whole, main_param.dtype, param.dtype)
 
     def _list_main_params(self, index: int) -> None:
         listed = self.listed[index]
         listed.group["params"][:] = self._mains_of(listed.params)
+        for held, _ in self._lists_apart:
+            held[:] = [main for main in map(self.main_of, held) if main is not None]
+
+    def _holders(self, optimizer: Optimizer) -> list[Optimizer]:
+        """Return ``optimizer``, an inner one, and those that it holds."""
+        number = next(number for number, opt in enumerate(self.optimizers) if opt is optimizer)
+        return [optimizer, *self._held[number]]
+
+    def _find_lists_apart(self) -> list[tuple[list[Any], list[Any]]]:
+        ours = {id(self.group(index)["params"]) for index in range(self.num_groups)}
+        lists = [group["params"] for held in self._held for opt in held for group in opt.param_groups]
+        return [(params, list(params)) for params in lists if id(params) not in ours]
 
     def _mains_of(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         mains = (self._main_of.get(id(param), param) for param in params)
         return [main for main in mains if main is not None]
 
     def relist(self, listings: Sequence[Listed | Group]) -> None:
-        """Hold just these groups, in this order; parameters may come, go and change groups.
-
-        Args:
-            listings: one per outer group: how it is listed from now on; or an outer group that is new, with the number
-                of its inner optimizer under ``"inner"``, which fills in its defaults.
-
-        Raises:
-            Exception: what an inner optimizer raises for a new group. Nothing was changed.
-        """
-        before = [
-            (opt, list(opt.param_groups), [list(g["params"]) for g in opt.param_groups]) for opt in self.optimizers
-        ]
-        kept = [item for item in listings if isinstance(item, Listed)]
-        groups = {id(item): item.group for item in kept}
-        try:
-            for item in kept:
-                item.group["params"][:] = self._mains_of(item.params)
-            for opt, listed_groups, _ in before:
-                own = [groups[id(item)] for item in kept if item.optimizer is opt]
-                for group in listed_groups:
-                    if all(group is not other for other in own):
-                        group["params"][:] = []  # its parameters may go into a new group
-                opt.param_groups[:] = own
-            made = [item if isinstance(item, Listed) else self._made_of(item) for item in listings]
-        except BaseException:
-            for opt, listed_groups, params in before:
-                opt.param_groups[:] = listed_groups
-                for group, members in zip(listed_groups, params, strict=True):
-                    group["params"][:] = members
-            raise
-        for opt in self.optimizers:  # new groups were appended
-            own_groups = [groups.get(id(item)) or item.group for item in made if item.optimizer is opt]
-            opt.param_groups[:] = own_groups
-        positions = dict.fromkeys(map(id, self.optimizers), 0)
-        for item in made:
-            item.position = positions[id(item.optimizer)]
-            positions[id(item.optimizer)] += 1
-        self.listed = made
+        """Hold just these groups, in this order; see `listing.relist`."""
+        self.listed = relist(self.optimizers, listings, self._mains_of)
         self.consolidated = None
-
-    def _made_of(self, outer: Group) -> Listed:
-        params = list(outer["params"])
-        optimizer = self.optimizers[outer["inner"]]
-        settings = {key: value for key, value in outer.items() if key != "inner"}
-        optimizer.add_param_group({**settings, "params": self._mains_of(params)})
-        return Listed(optimizer, len(optimizer.param_groups) - 1, params, dict(optimizer.param_groups[-1]))
 
     def move(self, param: nn.Parameter, optimizer: Optimizer) -> None:
         """Let ``optimizer`` update ``param`` from now on; state that another one has of it is dropped."""
@@ -267,7 +283,7 @@ class InnerOptimizers:
     def step(
         self,
         entries: Sequence[Entry],
-        closure: Callable[[], Any] | None = None,
+        closure_for: Callable[[int], Callable[[], Any] | None] | None = None,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         instead: Callable[[Optimizer, Tensor | None, Tensor | None], bool] | None = None,
@@ -276,28 +292,40 @@ class InnerOptimizers:
 
         Args:
             entries: all trainable parameters.
-            closure: for inner optimizers that require one; it has to call `hang_gradients` itself.
+            closure_for: gives the closure of inner optimizer number ..., None for none; see `Closures`.
             grad_scale: float32, 0-d; what gradients are divided by on the device. Needs `takes_found_inf`.
             found_inf: float32, 0-d; nonzero leaves parameters and state as they are. Needs `takes_found_inf`.
             instead: makes the step of one inner optimizer, or returns False, with nothing changed.
 
         Returns:
-            What the inner optimizer's ``step`` returned.
+            What the inner optimizer's ``step`` returned; of several, the first that is not None.
         """
-        result = self.consolidated = None
+        self.consolidated = None
+        results = []
         hang_gradients(entries)
         try:
             with global_step_hooks_muted(), self._opened():
-                for opt in self.optimizers:
+                for number, opt in enumerate(self.optimizers):
                     if instead is not None and instead(opt, grad_scale, found_inf):
                         continue
-                    with _attributes(opt, grad_scale=grad_scale, found_inf=found_inf):
-                        result = opt.step(closure) if closure is not None else opt.step()
+                    closure = closure_for(number) if closure_for is not None else None
+                    with _attributes(opt, grad_scale=grad_scale, found_inf=found_inf), self._standing_in(number):
+                        results.append(opt.step() if closure is None else step_with(opt, closure))
+            collect_gradients(entries)
         finally:
             for entry in entries:
                 if entry.main_param is not None and entry.main_param is not entry.param:
                     entry.main_param.grad = None
-        return result
+        return next((result for result in results if result is not None), None)
+
+    def _standing_in(self, number: int) -> AbstractContextManager[None]:
+        """See `StandIns`; a copy of an optimizer that holds others would step these."""
+        optimizer = self.optimizers[number]
+        shared = [item for item in self.listed if item.is_shared and item.optimizer is optimizer and item.params]
+        if not shared or self._held[number]:
+            return contextlib.nullcontext()
+        groups = [(item.group, item.params[0]) for item in shared]
+        return self._stand_ins.during(optimizer, groups, takes_closure=self.takes_closure(number))
 
     def _opened(self) -> contextlib.AbstractContextManager[None]:
         return self._guard.opened() if self._guard is not None else contextlib.nullcontext()
@@ -356,7 +384,8 @@ class InnerOptimizers:
             group = next(g for g in home.param_groups if any(p is main for p in g["params"]))
             state = state_to_come(home, group, main, name)
         if entry.is_rounded:
-            state["main_param"] = main.detach()
+            current = main if is_template else entry.up_to_date_main_param()
+            state["main_param"] = (main if current is None else current).detach()
         state = wrap(state, param, cut)
         return state if is_template else {**state, HAS_STATE: torch.tensor(has_state)}
 
@@ -388,6 +417,22 @@ def hang_gradients(entries: Sequence[Entry]) -> None:
             entry.main_param.grad = entry.grad_part if entry.has_grad else None
 
 
+def collect_gradients(entries: Sequence[Entry]) -> None:
+    """Do to model parameters' gradients what inner optimizers did to main_params': cleared, or replaced them.
+
+    Not where several ranks share a parameter: the others would not know.
+    """
+    for entry in entries:
+        main = entry.main_param
+        if main is None or main is entry.param or main.grad is entry.grad_part or entry.bucket.model is not None:
+            continue
+        if main.grad is None:
+            entry.param.grad = None
+        elif entry.grad_part is not None:
+            entry.grad_part.copy_(main.grad)
+            entry.param.grad = entry.slot.main_grad
+
+
 def cut_of(entry: Entry) -> Cut:
     """Return which elements of the parameter of ``entry`` are this rank's."""
     return Cut(tuple(entry.slot.shape), entry.slot.strides, entry.part, region_of(entry.param))
@@ -401,17 +446,14 @@ def _nbytes(value: Any) -> int:
     return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
-def _requires_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
 def _cast_state(state: Any, old: torch.dtype, new: torch.dtype) -> Any:
     """Cast state that had the dtype of its parameter to the new one of that, however deep; step counts stay."""
     if isinstance(state, Tensor):
         return state.to(new) if state.dtype is old else state
-    if isinstance(state, dict):
+    if type(state) in (dict, OrderedDict):
         return {key: value if key == "step" else _cast_state(value, old, new) for key, value in state.items()}
+    if type(state) is deque:
+        return deque((_cast_state(value, old, new) for value in state), state.maxlen)
     return type(state)(_cast_state(v, old, new) for v in state) if type(state) in (list, tuple) else state
 
 

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from fusedopt.autograd import Destination, MainGradFunction, destination_of
 from fusedopt.backends import for_weight
-from fusedopt.main_grad import claim, has_main_grad
+from fusedopt.main_grad import claim_until_end, has_main_grad
 from fusedopt.main_grad import resolve as parameter_of
 
 
@@ -50,7 +50,8 @@ def fused_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, e
         return F.linear(input, weight, bias)
     if torch.compiler.is_compiling():
         main_grad: Any = weight.main_grad  # type: ignore[attr-defined]
-        bias_grad: Any = getattr(bias, "main_grad", None) if bias is not None and bias.requires_grad else None
+        is_bias_fused = bias is not None and bias.requires_grad and has_main_grad(bias)
+        bias_grad: Any = bias.main_grad if is_bias_fused else None  # type: ignore[union-attr]
         output = _CompiledLinear.apply(  # type: ignore[no-untyped-call]
             input, weight, bias, main_grad, main_grad.token, bias_grad, getattr(bias_grad, "token", None), exact
         )
@@ -181,7 +182,7 @@ def _claim_for(token: Tensor, main_grad: Tensor) -> tuple[bool, bool]:
     if destination is Destination.DROP:
         return False, False
     was_attached = param.grad is param.main_grad
-    has_sum = claim(param)
+    has_sum = claim_until_end(param)
     if has_sum and not was_attached:  # a gradient set by hand went into main_grad; compiled code may hold a clone
         main_grad.copy_(param.main_grad)
     return True, has_sum

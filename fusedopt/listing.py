@@ -6,7 +6,7 @@ with main_params. Knows nothing of gradients, ranks or files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ _MISSING = object()
 _NOT_HYPER_PARAMETERS = ("params", "param_names")
 
 Group = dict[str, Any]
+MainsOf = Callable[[Sequence[nn.Parameter]], list[nn.Parameter]]
 
 
 @dataclass
@@ -29,12 +30,14 @@ class Listed:
         position: of the inner group among the optimizer's. Not the dict: loading rebinds those.
         params: model parameters, in order.
         agreed: hyper-parameters when both sides last agreed.
+        is_shared: its parameters are cut, or dealt out, over ranks.
     """
 
     optimizer: Optimizer
     position: int
     params: list[nn.Parameter]
     agreed: Group = field(default_factory=dict)
+    is_shared: bool = False
 
     @property
     def is_there(self) -> bool:
@@ -45,6 +48,58 @@ class Listed:
     def group(self) -> Group:
         """The inner group."""
         return self.optimizer.param_groups[self.position]
+
+
+def relist(optimizers: Sequence[Optimizer], listings: Sequence[Listed | Group], mains_of: MainsOf) -> list[Listed]:
+    """Let ``optimizers`` hold just these groups, in this order; parameters may come, go and change groups.
+
+    Args:
+        optimizers: the inner ones.
+        listings: one per outer group: how it is listed from now on; or an outer group that is new, with the number
+            of its inner optimizer under ``"inner"``, which fills in its defaults.
+        mains_of: gives the main_params of model parameters, without those that another rank updates.
+
+    Returns:
+        One per outer group.
+
+    Raises:
+        Exception: what an inner optimizer raises for a new group. Nothing was changed.
+    """
+    before = [(opt, list(opt.param_groups), [list(g["params"]) for g in opt.param_groups]) for opt in optimizers]
+    kept = [item for item in listings if isinstance(item, Listed)]
+    groups = {id(item): item.group for item in kept}
+    try:
+        for item in kept:
+            item.group["params"][:] = mains_of(item.params)
+        for opt, listed_groups, _ in before:
+            own = [groups[id(item)] for item in kept if item.optimizer is opt]
+            for group in listed_groups:
+                if all(group is not other for other in own):
+                    group["params"][:] = []  # its parameters may go into a new group
+            opt.param_groups[:] = own
+        made = [item if isinstance(item, Listed) else _made_of(optimizers, item, mains_of) for item in listings]
+    except BaseException:
+        for opt, listed_groups, params in before:
+            opt.param_groups[:] = listed_groups
+            for group, members in zip(listed_groups, params, strict=True):
+                group["params"][:] = members
+        raise
+    for opt in optimizers:  # new groups were appended
+        own_groups = [groups.get(id(item)) or item.group for item in made if item.optimizer is opt]
+        opt.param_groups[:] = own_groups
+    positions = dict.fromkeys(map(id, optimizers), 0)
+    for item in made:
+        item.position = positions[id(item.optimizer)]
+        positions[id(item.optimizer)] += 1
+    return made
+
+
+def _made_of(optimizers: Sequence[Optimizer], outer: Group, mains_of: MainsOf) -> Listed:
+    params = list(outer["params"])
+    optimizer = optimizers[outer["inner"]]
+    settings = {key: value for key, value in outer.items() if key != "inner"}
+    optimizer.add_param_group({**settings, "params": mains_of(params)})
+    return Listed(optimizer, len(optimizer.param_groups) - 1, params, dict(optimizer.param_groups[-1]))
 
 
 def agree(listed: Sequence[Listed], outer_groups: Sequence[Group]) -> None:
@@ -58,7 +113,10 @@ def agree(listed: Sequence[Listed], outer_groups: Sequence[Group]) -> None:
     for (item, outer), changed in zip(pairs, changes, strict=True):
         inner = item.group
         for key, value in changed.items():
-            inner[key] = outer[key] = _fill(inner.get(key), value)
+            if value is _MISSING:
+                del outer[key]
+            else:
+                inner[key] = outer[key] = _fill(inner.get(key), value)
         item.agreed = {key: value for key, value in inner.items() if key not in _NOT_HYPER_PARAMETERS}
 
 
@@ -90,7 +148,7 @@ def _changes(index: int, listed: Listed, outer: Group) -> Group:
                 f"wrapper and to {theirs!r} on the inner {type(listed.optimizer).__name__}. Change it on one side "
                 "only: drive one scheduler, made on either of them"
             )
-        changes[key] = ours if is_ours_new or theirs is _MISSING else theirs
+        changes[key] = ours if is_ours_new else theirs  # missing there: the inner optimizer took it away
     return changes
 
 

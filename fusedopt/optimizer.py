@@ -22,9 +22,9 @@ from fusedopt import backends, compiling, holders, stock_clip
 from fusedopt.adoption import Adoption
 from fusedopt.amp import Scalers, asking_scaler
 from fusedopt.arrival import Arrival
-from fusedopt.ballot import Kind
 from fusedopt.buckets import Sharding
 from fusedopt.buffers import Buffers
+from fusedopt.channel import Kind
 from fusedopt.checks import (
     all_named,
     check_all_parameters,
@@ -33,9 +33,12 @@ from fusedopt.checks import (
     checked_optimizers,
     default_name,
     named_params,
+    refuse_hidden,
+    refuse_shared_memory,
     refuse_unsupported,
 )
 from fusedopt.clip import Clip, checked_norm
+from fusedopt.closures import Closures
 from fusedopt.comm import DataParallelGroup
 from fusedopt.config import MainGradConfig
 from fusedopt.gather import Gather
@@ -98,30 +101,35 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         **overrides: Any,
     ) -> None:
         comm = DataParallelGroup(process_group, device_mesh, norm_group)
-        with comm.together():
+        with comm.together("FusedMainGradOptimizer()"):
             optimizers = checked_optimizers(inner, FusedMainGradOptimizer)
             config = MainGradConfig.from_env(**overrides) if config is None else _override(config, overrides)
             inner_optimizers = InnerOptimizers(optimizers)
             is_sharded = config.shard != "none" and comm.num_shards > 1
             refuse_unsupported(config, requires_closure=inner_optimizers.requires_closure, is_sharded=is_sharded)
-            held = check_all_parameters(optimizers, rewrap=rewrap)
+            held = check_all_parameters(optimizers, is_sharded=is_sharded, rewrap=rewrap)
+            refuse_hidden(optimizers)
             for wrapper in held:
                 wrapper._agree()
             is_fsdp = check_engines(all_named(optimizers), config.shard)
             _resolve_all(config.backend, all_named(optimizers))
-            ShardBy(inner_optimizers, config.shard_by).check(is_sharded=is_sharded)
+            shard_by = ShardBy(inner_optimizers, config.shard_by)
+            shard_by.check(is_sharded=is_sharded)
         comm = DataParallelGroup.alone(norm_group) if is_fsdp else comm
-        start_alike(comm, all_named(optimizers), dataclasses.asdict(config), broadcast=config.broadcast_params)
+        settings = {**dataclasses.asdict(config), "shard_by": shard_by.decided or config.shard_by}
+        start_alike(comm, all_named(optimizers), settings, broadcast=config.broadcast_params)
         trainable = {id(param) for _, param in all_named(optimizers) if param.requires_grad}
         gradients: list[tuple[nn.Parameter, Tensor]] = []
         for wrapper in held:
             gradients += wrapper._give_up(trainable)
-        self._wire(inner_optimizers, config, comm)
+        self._wire(inner_optimizers, config, comm, shard_by)
         for param, grad in gradients:
             param.grad = grad
         self._arrival.adopt()
 
-    def _wire(self, inner: InnerOptimizers, config: MainGradConfig, comm: DataParallelGroup) -> None:
+    def _wire(
+        self, inner: InnerOptimizers, config: MainGradConfig, comm: DataParallelGroup, shard_by: ShardBy | None = None
+    ) -> None:
         """Put the parts together over checked parameters, and take these on."""
         sharding = Sharding.of(config.shard, comm.shard_rank, comm.num_shards)
         self.config = config
@@ -140,9 +148,10 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         self._arrival = Arrival(self._buffers, self._reduction.arrived if comm.world_size > 1 else None)
         self._gather = Gather(comm, self._buffers, overlap=config.overlap_param_gather)
         self._clip = Clip(self._buffers, comm, config.max_grad_norm, config.nonfinite)
-        self._update = Update(inner, self._buffers, self._clip, self._gather)
+        closures = Closures(inner, self._buffers, self._clip, comm)
+        self._update = Update(inner, self._buffers, self._clip, self._gather, closures)
         self._scalers = Scalers(self, self._buffers)
-        placement = ShardBy(inner, config.shard_by) if sharding.is_sharded else None
+        placement = (shard_by or ShardBy(inner, config.shard_by)) if sharding.is_sharded else None
         is_alone = comm.world_size == 1
         self._adoption = Adoption(inner, self._buffers, self._arrival, self._gather, placement, is_alone=is_alone)
         super().__init__([dict(inner.group(i)) for i in range(inner.num_groups)], inner.common_defaults())
@@ -180,12 +189,18 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             params = [params] if isinstance(params, Tensor) else list(params)
         index = len(self.param_groups)
         named = [p if isinstance(p, tuple) else (default_name(index, i), p) for i, p in enumerate(params)]
-        with self._comm.together():
-            check_parameters(named)
-            _resolve_all(self.config.backend, named)
-            self._inner.add_group({**param_group, "params": params})
-        inner_group = self._inner.group(index)
-        start_alike(self._comm, named_params(inner_group, index), None, broadcast=self.config.broadcast_params)
+        held = [(entry.slot.name, entry.param) for entry in self._buffers.entries]
+        try:
+            with self._comm.together("add_param_group()"):
+                check_parameters(named)
+                refuse_shared_memory([*held, *named], is_sharded=self._buffers.sharding.is_sharded)
+                _resolve_all(self.config.backend, named)
+                self._inner.add_group({**param_group, "params": params})
+            inner_group = self._inner.group(index)
+            start_alike(self._comm, named_params(inner_group, index), None, broadcast=self.config.broadcast_params)
+        except BaseException:  # for one, of another rank
+            self._inner.drop_groups(index)
+            raise
         super().add_param_group({**inner_group, "params": list(inner_group["params"])})
         self._adoption.adopt_group(index, self.param_groups)
 
@@ -198,11 +213,12 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         With ``gradient_accumulation_steps=k > 1`` every call is one micro-batch and every k-th acts.
 
         Args:
-            closure: clears gradients, computes the loss, calls backward, returns the loss. Evaluated once,
-                except by an inner optimizer that requires a closure (LBFGS), which may ask repeatedly.
+            closure: clears gradients, computes the loss, calls backward, returns the loss. torch's own optimizers
+                evaluate it once, before all else; LBFGS, and optimizers that are not torch's, evaluate it themselves,
+                when and as often as they want (SAM, line searches): each time gradients are reduced and clipped.
 
         Returns:
-            What the closure returned, or None.
+            What the closure returned, or None; what the inner optimizer's ``step`` made of it, where it is not torch's.
 
         Raises:
             RuntimeError: naming the parameter, if it or its main_grad was replaced, moved, cast or resized, if a
@@ -211,7 +227,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             Parameters and state were not changed when one of these is raised.
         """
         self._check_usable(closure)
-        if self._inner.requires_closure:
+        if closure is not None and self._window.is_last and self._inner.evaluates:
             return self._step_by_closure(closure)
         loss = _evaluate(closure)
         if self._window.is_last:
@@ -250,20 +266,21 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         compiling.watch(self._buffers)
         self._adoption.follow(self.param_groups)
         self._buffers.check_views()
-        self._arrival.adopt()
+        self._adoption.look_for(self._arrival.adopt())
         self._window.check_kept()
         self._window.check_averaged(self._arrival.num_arrivals)
         self._reduction.note_versions()
 
     def _finish_window(self, num_micro_batches: int, *, is_early: bool = False) -> None:
-        with self._reduction.meeting(
-            Kind.STEP, num_micro_batches
-        ):  # what one rank must refuse, all refuse; the window stays
+        # What one rank must refuse, all refuse; the window stays.
+        with self._reduction.meeting(Kind.STEP, num_micro_batches) as meeting:
             self._prepare()
             if is_early:
                 self._window.check_flush(self._arrival.num_arrivals)
-            self._update.begin(self.param_groups)
+            meeting.note = self._update.begin(self.param_groups)
         self._adoption.let_go()
+        if meeting.note and self._comm.world_size > 1:  # an edit that shows in one rank's part may not in another's
+            self._buffers.take_over_unseen()
         try:
             for max_norm, norm_type in self._window.clips:
                 self._clip_mean(max_norm, norm_type, num_micro_batches)
@@ -292,17 +309,36 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         num_ranks = self._comm.world_size if self._buffers.sharding.is_sharded else 1
         return num_ranks * (num_micro_batches if self._window.is_merging and self.config.gradient_average else 1)
 
-    def _step_by_closure(self, closure: Closure | None) -> Any:
-        def evaluate() -> Any:
-            loss = _evaluate(closure)
+    def _step_by_closure(self, closure: Closure) -> Any:
+        is_merging, is_sharded = self._window.is_merging, self._buffers.sharding.is_sharded
+
+        def begin() -> None:
             with torch.no_grad(), self._reduction.meeting(Kind.STEP):
                 self._prepare()
+                self._update.begin(self.param_groups)
             self._adoption.let_go()
+
+        def evaluate() -> Any:
+            loss = _evaluate(closure)
+            begin()
             return loss
 
-        loss = evaluate()
-        self._update.begin(self.param_groups)
-        return self._update.apply_by_closure(self.param_groups, loss, evaluate)
+        def num_addends() -> int:
+            return 1 if self._window.is_averaged else self._num_addends(self._window.num_pending + 1)
+
+        if not (is_merging or is_sharded):
+            begin()  # SAM begins with the gradients that stand
+        elif not is_sharded:
+            with self._comm.together("step(closure)"):
+                self._update.begin(self.param_groups)
+        try:
+            may_overlap = not compiling.has_traced()
+            return self._update.apply_by_closure(
+                self.param_groups, evaluate, num_addends, is_merging=is_merging, may_overlap=may_overlap
+            )
+        finally:
+            self._window.restart()
+            self._reduction.window_ended()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep gradients of the backwards inside on their rank, as DDP's: the next one outside reduces them, too.
@@ -415,7 +451,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
     # -- weights from outside, train and eval
 
     def sync_main_params(self) -> None:
-        """Take over edits of the model's weights that torch does not count: writes through ``param.data``."""
+        """Take over all edits of the model's weights, also single elements written through ``param.data``."""
         self._gather.finish()
         self._buffers.take_over(everything=True)
 

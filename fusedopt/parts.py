@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,7 +62,7 @@ class Cut:
 def _each(value: Any, act: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return act(value)
-    if isinstance(value, dict):
+    if type(value) in (dict, OrderedDict):
         return {key: _each(item, act) for key, item in value.items()}
     return type(value)(_each(item, act) for item in value) if type(value) in (list, tuple) else value
 
@@ -131,7 +132,7 @@ def take(value: Any, cut: Cut) -> Any:
             value = region_in(value, cut.region[1], cut.shape)
         is_cut = cut.is_partial and cut.span is not None and value.shape == cut.shape
         return extract(value, cut.strides, cut.span) if is_cut and cut.span is not None else value
-    if isinstance(value, dict):
+    if type(value) in (dict, OrderedDict):
         return {key: take(item, cut) for key, item in value.items()}
     return type(value)(take(item, cut) for item in value) if type(value) in (list, tuple) else value
 

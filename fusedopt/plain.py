@@ -6,13 +6,14 @@ Knows nothing of what is in it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size, type(None))
 
 
 def copy_for_hooks(state_dict: Any) -> dict[str, Any]:
@@ -28,24 +29,38 @@ def copy_for_hooks(state_dict: Any) -> dict[str, Any]:
     return dict(state_dict)
 
 
-def check_plain(value: Any, where: str) -> None:
-    """Raise unless ``value`` is made of plain tensors and builtins, which ``torch.load(weights_only=True)`` reads.
+def find_objects(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """Yield what is in ``value`` and ``torch.load(weights_only=True)`` does not read, with its place.
 
-    Raises:
-        TypeError: naming the place and the type found there.
+    Plain tensors and builtins it reads; deques, numpy's scalars and objects of other classes it does not.
     """
     if type(value) in (Tensor, torch.nn.Parameter) or type(value) in _PLAIN:
         return
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():
-            check_plain(key, f"a key of {where}")
-            check_plain(item, f"{where}, {key!r}")
+            yield from find_objects(key, f"a key of {where}")
+            yield from find_objects(item, f"{where}, {key!r}")
     elif type(value) in (list, tuple, set):
         for item in value:
-            check_plain(item, where)
+            yield from find_objects(item, where)
     else:
-        raise TypeError(
-            f"{where} holds a {type(value).__module__}.{type(value).__qualname__}, which "
-            "torch.load(weights_only=True) does not read; keep it as a tensor or a builtin in the inner optimizer, "
-            "or give that class state_dict() and load_state_dict() that do"
-        )
+        yield where, value
+
+
+def name_of(value: Any) -> str:
+    """Return how messages call the class of ``value``."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def refuse_objects(value: Any, where: str, why: str) -> None:
+    """Raise if there are objects in ``value``, numbers and tensors apart: nobody knows what of them is a rank's.
+
+    Raises:
+        ValueError: naming the place, the class found there, and ``why`` that matters.
+    """
+    for place, found in find_objects(value, where):
+        if not isinstance(found, (Number, Tensor)):
+            raise ValueError(
+                f"{place} holds a {name_of(found)}, and {why}. Save every rank's own optimizer.state_dict() and load "
+                'it on the same rank; or use shard_by="parameter", which keeps parameters whole, or shard="none"'
+            )

@@ -60,6 +60,8 @@ class ShardBy:
         self._inner = inner
         self._wanted = wanted
         self._known: dict[tuple[type, str], str] = {}
+        self.decided: list[str] = []
+        """By group, once `check` has looked at a shard; ranks have to agree."""
 
     def __call__(self, index: int) -> str:
         """Return `shard_by` of group ``index``; groups with equal settings are tried once."""
@@ -83,7 +85,7 @@ class ShardBy:
             ]
             cut = [name for name, param in zip(names, params, strict=True) if is_cut(param)]
             if is_sharded:
-                self(index)
+                self.decided.append(self(index))
             if cut and shard_by(self._inner, "auto", index) == "parameter":
                 raise ValueError(
                     f"{type(self._inner.optimizer_of(index)).__name__} works on whole matrices, and of parameter "
@@ -157,7 +159,7 @@ def _found(trial: _Trial) -> Found:
     part = _draw_part(_CUTS, trial.num_steps)
     other = _Part(part.start.flip(0), [100.0 * gradient.flip(0) for gradient in part.gradients])
     try:
-        whole = trial.run([part.view(_SHAPES[0])], watch=True)
+        whole = trial.run_first(part.view(_SHAPES[0]))
         beside = trial.run([other.view(_SHAPES[0])])
     except Exception as error:  # a third party's class on tensors it was not written for
         return Found(doubt=f"a copy raised {type(error).__name__}: {error}")
@@ -232,12 +234,24 @@ class _Trial:
         self.far = {key for key, value in numbers.items() if value + 2 > _MAX_STEPS}
         self.num_steps = max([_MIN_STEPS, *(value + 2 for key, value in numbers.items() if key not in self.far)])
         self._near: set[str] = set()
+        self._takes_closure = False
 
     def brought_near(self) -> _Trial:
         """Return a trial in which what would begin after more steps than are run begins at once."""
         trial = _Trial(self._optimizer, self._group)
-        trial._near, trial.num_steps = self.far, self.num_steps
+        trial._near, trial.num_steps, trial._takes_closure = self.far, self.num_steps, self._takes_closure
         return trial
+
+    def run_first(self, part: _Part) -> list[tuple[Tensor, Any]]:
+        """Return `run` of one part, with a closure where the class does not step without; watch for random numbers."""
+        try:
+            return self.run([part], watch=True)
+        except Exception as error:
+            try:
+                self._takes_closure = True
+                return self.run([part], watch=True)
+            except Exception:
+                raise error from None
 
     def run(self, parts: Sequence[_Part], *, watch: bool = False) -> list[tuple[Tensor, Any]]:
         """Return values and per-parameter state after stepping ``parts`` together.
@@ -259,7 +273,7 @@ class _Trial:
         for gradients in zip(*(part.gradients for part in parts), strict=True):
             for param, gradient in zip(params, gradients, strict=True):
                 param.grad = gradient.clone().to(self.device)
-            copied.step()
+            copied.step(_no_closure) if self._takes_closure else copied.step()
         self.has_drawn = self.has_drawn or (watch and self._random_state() != before)
         if not all(bool(torch.isfinite(param).all()) for param in params):
             raise FloatingPointError("values that are not finite")
@@ -305,6 +319,10 @@ class _Near:
         if one.numel() == self.start.numel():
             size = torch.maximum(size, self.start.double().abs().view_as(a))
         return bool(((a - b).abs() <= _ROUNDING * size).all())
+
+
+def _no_closure() -> Any:
+    return torch.ones(())
 
 
 def _plain(value: Any) -> Any:

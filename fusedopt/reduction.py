@@ -9,14 +9,15 @@ from a fused layer simply adds, and at every moment the gradient is
     mean = (sum over ranks of main_grad + what was launched) / world_size
 
 Launching early is a hint; nothing waits in a hook. A *round* is every bucket once, in order. A *sync* is where ranks
-meet: one control message (the element-wise maximum of what each rank says), then
+meet: one control message (all bits that some rank sets), then
 
     1  who has not launched all of the round joins with zeros; what it holds stays in its main_grad
     2  what was launched is settled: added back, without the parameters that all ranks cleared since
     3  ``.grad`` is hung on every parameter that has a gradient on some rank
     4  buckets that are dirty on some rank are reduced
 
-Ranks that disagree about a clear raise together. docs/zero.md tells it with a picture.
+Ranks that disagree about a clear raise together. A rank that came for another wrapper, see `channel`, takes part with
+what it has. docs/zero.md tells it with a picture.
 
 Knows nothing of the mathematics of the step.
 """
@@ -24,20 +25,24 @@ Knows nothing of the mathematics of the step.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
 
 from fusedopt import dtensor
 from fusedopt.backward import BackwardWatch
-from fusedopt.ballot import Ballot, Kind, Problem, Says
+from fusedopt.ballot import Ballot, Meeting, Problem, Says
 from fusedopt.buckets import Bucket, Slot
 from fusedopt.buffers import Buffers
+from fusedopt.channel import Address, Kind, meet_all, name_of
 from fusedopt.comm import DataParallelGroup, in_words
+from fusedopt.groups import Tally
+from fusedopt.main_grad import hang
 from fusedopt.pipelines import StageEdits
 from fusedopt.transport import Parcel, Transport
 from fusedopt.window import WindowLost
@@ -45,28 +50,13 @@ from fusedopt.window import WindowLost
 MAX_IN_FLIGHT = 2
 """Buckets launched from hooks at once: what overlap may cost in memory."""
 
-
-@dataclass
-class Meeting:
-    """One meeting of all ranks in a clip or step.
-
-    Args:
-        kind: where this rank is; in a clip or step it goes on until all ranks are there.
-        count: of micro-batches; ranks that clip or step have to agree on it.
-        problem: why this rank cannot go on; then the others raise, the caller does, and no gradient is changed.
-        weight: what the problem costs.
-        note: set in its body: something that this rank has to tell. After it: whether any rank had.
-    """
-
-    kind: Kind
-    count: int = 0
-    problem: str | None = None
-    weight: Problem = Problem.NONE
-    note: bool = False
+_serials = itertools.count()
 
 
 class Reduction:
-    """The reduction of one wrapper's gradients.
+    """The reduction of one wrapper's gradients; what its channel knows it as.
+
+    Nothing holds it but the wrapper, so that the buffers go with that.
 
     Args:
         comm: the ranks.
@@ -96,8 +86,12 @@ class Reduction:
         self._shard = buffers.sharding.shard
         self._ballot = Ballot(buffers)
         self._transport = Transport(comm, buffers)
-        self._watch = BackwardWatch(self._backward_began, self._backward_ended)
+        self._watch = BackwardWatch(self, _meet)
         self._stage_edits = StageEdits(buffers, self._settle_launched)
+        self.serial = next(_serials)
+        if comm.is_open and comm.channel is not None:
+            comm.channel.enter(self)
+        weakref.finalize(self, comm.close).atexit = False
         self._follow_stages()
         self._parcels: deque[Parcel] = deque()
         self._num_launched = 0  # in this round
@@ -107,6 +101,8 @@ class Reduction:
         self._may_launch = False
         self._is_paused = False
         self._was_paused = False  # since the last step: then the backward outside no_sync() is the last
+        self._edited: list[Bucket] = []  # before they were reduced for other ranks
+        self._meeting = Meeting(Kind.BACKWARD)
 
     # -- what the loop says
 
@@ -123,6 +119,7 @@ class Reduction:
     def cleared(self) -> None:
         """Note that all gradients are cleared through the optimizer."""
         self._ballot.clear()
+        self._edited = []
         for bucket in self._buffers.buckets:
             bucket.is_dirty = False
             if bucket.is_lending:
@@ -185,7 +182,10 @@ class Reduction:
             for bucket in self._buffers.buckets:
                 bucket.is_dirty = bucket.is_dirty or bucket.was_written()
 
-    def _backward_began(self) -> None:
+    def backward_began(self) -> None:
+        """Note the first arrival of a backward."""
+        if self._comm.channel is not None:
+            self._comm.channel.refuse_second_thread()
         self._mind_failure()
         self._follow_stages()
         self._num_arrivals = 0
@@ -195,7 +195,8 @@ class Reduction:
                 entry.slot.num_fires = 0
                 bucket.num_awaited += entry.slot.expected_fires > 0
         # A round that an earlier backward opened is completed with zeros, in the sync: what arrives now is new.
-        self._may_launch = self._overlap and self._reduces() and self._num_launched == 0
+        may_start = self._num_launched == 0 and self._comm.is_open
+        self._may_launch = self._overlap and self._reduces() and may_start
 
     def _reduces(self) -> bool:
         """Return whether the running backward is one whose gradients travel."""
@@ -207,15 +208,15 @@ class Reduction:
             return self._is_last()
         return self._shard == "none" or self._was_paused
 
-    def _backward_ended(self) -> None:
+    def backward_ended(self) -> bool:
+        """Note that everything has arrived in a backward, and return whether ranks meet now."""
         if self._may_launch:
             for bucket in self._not_launched():
                 self._launch(bucket)
             for entry in self._buffers.entries:
                 entry.slot.expected_fires = entry.slot.num_fires
         self.note_versions()
-        if self._shard == "gradients" or (self._shard == "none" and not self._is_merging and not self._is_paused):
-            self.sync(Meeting(Kind.BACKWARD))
+        return self._shard == "gradients" or (self._shard == "none" and not self._is_merging and not self._is_paused)
 
     # -- launching
 
@@ -296,45 +297,80 @@ class Reduction:
             RuntimeError: if another rank has a problem; on all ranks, if gradients were cleared on some ranks only, or
                 ranks call different methods. In these two cases the window is lost, and gradients are cleared.
         """
-        kind = meeting.kind
-        if self._comm.world_size == 1:
-            return
-        if kind is not Kind.BACKWARD:
-            self._mind_failure()
-        while True:
-            said = self._exchange(meeting)
-            if said.problem is not Problem.NONE:
-                if said.problem is Problem.LOSES_WINDOW:
-                    self._on_lost()
-                self._comm.raise_others(meeting.problem)
-                return
-            if not said.agrees_on_numbers:
-                self._parcels.clear()
-            else:
-                self._join(said)
-            mismatch = said.mismatch()
-            if mismatch is not None:
-                self._lose(mismatch)
-            settled = self._settle_all(said)
-            self._hang(said, settled)
-            self._reduce_dirty(said)
-            self._learn_order(said)
-            self.note_versions()
-            if kind is Kind.BACKWARD or said.all_are(kind):
-                meeting.note = said.note
-                return
+        if self._comm.channel is not None:
+            self._meeting = meeting
+            self._comm.channel.meet([self], meeting.kind, meeting.problem)
 
-    def _exchange(self, meeting: Meeting) -> Says:
+    @property
+    def address(self) -> Address:
+        """What ranks know it by."""
+        return self._comm.address
+
+    @property
+    def title(self) -> str:
+        """For messages: its number, and parameters."""
+        entries = self._buffers.entries
+        more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
+        return f"{name_of(self.address)} ({entries[0].slot.name if entries else 'no parameters'}{more})"
+
+    @property
+    def tally(self) -> Tally:
+        """Counts its messages."""
+        return self._comm.tally
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward runs in which its gradients arrive."""
+        return self._watch.is_running
+
+    def open(self) -> None:
+        """Get groups for data, as a copy does at its first meeting."""
+        if not self._comm.is_open and self._comm.channel is not None:
+            self._comm.open()
+            self._comm.channel.enter(self)
+
+    def say(self, kind: Kind) -> bytes:
+        """Return what this rank says in a meeting where ``kind`` is."""
+        if kind is Kind.BACKWARD:  # maybe for another rank; a clip or step has looked
+            self._edited = self.edited_outside()
+        self._mind_failure()
+        meeting = self._meeting if self._meeting.kind is kind else Meeting(kind)
         waiting = {bucket.index for bucket in self._not_launched()}
-        message = self._ballot.fill(
-            meeting.kind,
-            meeting.count,
-            has_started=self._num_launched > 0,
-            waiting=waiting,
-            problem=meeting.weight,
-            note=meeting.note,
-        )
-        return self._ballot.read(self._comm.exchange(message))
+        return self._ballot.fill(meeting, has_started=self._num_launched > 0, waiting=waiting)
+
+    def refuse(self, heard: bytes, *, is_from_all: bool) -> None:
+        """Lose the window, if a rank's problem costs that; its gradients, too, where it is known what is under way."""
+        said = self._ballot.read(heard)
+        if not said.problem & Problem.LOSES_WINDOW:
+            return
+        if not is_from_all:
+            self._on_lost()
+            return
+        if said.agrees_on_numbers:
+            self._join(said)
+        else:
+            self._parcels.clear()
+        self._drop_window()
+
+    def serve(self, kind: Kind, heard: bytes) -> bool:
+        """Reduce what all ranks together say; return whether all are where this one is."""
+        said = self._ballot.read(heard)
+        if not said.agrees_on_numbers:
+            self._parcels.clear()
+        else:
+            self._join(said)
+        mismatch = said.mismatch()
+        if mismatch is not None:
+            self._lose(mismatch)
+        settled = self._settle_all(said)
+        self._hang(said, settled)
+        self._reduce_dirty(said)
+        self._learn_order(said)
+        self.note_versions()
+        are_all = said.all_are(kind)
+        if are_all and kind is not Kind.BACKWARD:
+            self._meeting.note = said.note
+        return are_all
 
     def _join(self, said: Says) -> None:
         if said.has_started:
@@ -379,24 +415,29 @@ class Reduction:
                 entry.slot.expect_share(entry.param)
             if entry.bucket.is_lending:
                 entry.slot.is_reduced = True
-            elif entry.param.grad is None and entry.slot.local_grad is not None:
+            elif entry.param.grad is None and entry.slot.main_grad is not None and entry.slot.local_grad is not None:
                 if entry.bucket.index not in settled:
                     entry.slot.local_grad.zero_()
-                entry.param.grad = entry.slot.main_grad
+                hang(entry.param, entry.slot.main_grad)
         for bucket in self._buffers.buckets:
             self._transport.undivide(bucket)
             bucket.is_settled = False
         self._ballot.give_all(given)
 
-    def _lose(self, reason: str) -> NoReturn:
+    def _drop_window(self) -> None:
         while self._parcels:
             self._parcels.popleft().pending.wait()
         for entry in self._buffers.entries:
             entry.param.grad = None
+            if entry.slot.main_grad is not None:  # what came from other ranks may lie there, and was never hung up
+                entry.slot.main_grad.is_zero = False  # type: ignore[attr-defined]
         self.cleared()
         self._ballot.give_all([])
         self.note_versions()
         self._on_lost()
+
+    def _lose(self, reason: str) -> NoReturn:
+        self._drop_window()
         raise RuntimeError(
             f"{reason}. All ranks raise this: the gradients of this window are lost, and were cleared. Call "
             "optimizer.zero_grad() on all ranks and go on with the next window"
@@ -428,9 +469,14 @@ class Reduction:
         away = set(self._launch_order()[: self._num_launched])
         written = [bucket for bucket in self._buffers.buckets if bucket.was_written()]
         if not self._buffers.sharding.is_sharded:
-            return [bucket for bucket in written if bucket.index in away]
-        return [b for b in written if b.index in away or (b.grad is not None and bool(b.grad.any()))]
+            return [*self._edited, *(bucket for bucket in written if bucket.index in away)]
+        shares = [b for b in written if b.index in away or (b.grad is not None and bool(b.grad.any()))]
+        return [*self._edited, *shares]
 
 
 def _weight_of(problem: Exception) -> Problem:
     return Problem.LOSES_WINDOW if isinstance(problem, WindowLost) else Problem.CAN_BE_MENDED
+
+
+def _meet(reductions: Sequence[Reduction]) -> None:
+    meet_all([(r._comm.channel, r) for r in reductions if r._comm.channel is not None])

@@ -27,13 +27,17 @@ def broadcast_module(module: nn.Module, group: Any = None) -> None:
         RuntimeError: on all ranks, naming the first tensor whose name, shape or dtype differs.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
-    start_alike(DataParallelGroup(group), named, None, broadcast=True)
+    comm = DataParallelGroup(group)
+    comm.agree("broadcast_module()", None)
+    start_alike(comm, named, None, broadcast=True)
 
 
 def start_alike(
     comm: DataParallelGroup, named: Sequence[tuple[str, Tensor]], settings: object, *, broadcast: bool
 ) -> None:
     """Make sure that all ranks hold the same tensors, see `check_same`, and give them the first rank's values.
+
+    From then on ``comm`` has groups of its own.
 
     Args:
         comm: the ranks; all call this.
@@ -44,6 +48,7 @@ def start_alike(
     if comm.world_size == 1:
         return
     check_same(comm, named, settings)
+    comm.open()
     if broadcast:
         comm.broadcast_([dtensor.local_of(tensor.data) for _, tensor in named])
 

@@ -78,7 +78,7 @@ def _memo_of(optimizer: Optimizer, group: dict[str, Any], copied_group: dict[str
         memo[id(known)] = copied_group if here else {**known, "params": []}
         memo[id(known["params"])] = params if here else []
         for number, param in enumerate(known["params"]):
-            memo[id(param)] = params[number % len(params)]
+            memo[id(param)] = params[number % len(params)] if params else nn.Parameter(torch.zeros(0))
     kept = {key: value for key, value in vars(optimizer).items() if key not in _TORCHS}
     kept |= {f"state {key}": value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     for value in _reachable([value for key, value in kept.items() if not _is_method(optimizer, key)]):

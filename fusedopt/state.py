@@ -14,8 +14,11 @@ Knows nothing of hooks, backends or communication.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number, Real
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ from fusedopt.inner import HAS_STATE, InnerOptimizers, cut_of
 from fusedopt.listing import Group
 from fusedopt.loading import has_own_format, load_in_place
 from fusedopt.parts import REMEDY, Cut, label, take
-from fusedopt.plain import check_plain
+from fusedopt.plain import find_objects, name_of, refuse_objects
 
 FORMAT = 1
 KEY = "fusedopt"
@@ -91,8 +94,13 @@ class StateDicts:
         self._params = [param for group in outer_groups for param in group["params"]]
 
     def main_params(self) -> list[Tensor | None]:
-        """Return every parameter's main_param where that is a tensor of its own, in order of the groups."""
-        return [self._main_param(param) for param in self._params]
+        """Return every parameter's main_param where that is a tensor of its own, up to date, by order of the groups."""
+        return [self._saved_main_param(param) for param in self._params]
+
+    def _saved_main_param(self, param: Tensor) -> Tensor | None:
+        entry = self._entries.get(id(param))
+        current = entry.up_to_date_main_param() if entry is not None and entry.is_rounded else self._main_param(param)
+        return current.detach() if current is not None else None
 
     def _main_param(self, param: Tensor) -> Tensor | None:
         entry = self._entries.get(id(param))
@@ -124,54 +132,72 @@ class StateDicts:
     def pack(self) -> dict[str, Any]:
         """Return the state dict. Tensors are the live ones, not copies, as with torch.
 
-        Under a shard it is this rank's part, or the whole where that was consolidated here.
-
-        Raises:
-            TypeError: naming a piece of inner state that is neither a tensor nor a builtin.
+        Under a shard it is this rank's part, or the whole where that was consolidated here. What
+        ``torch.load(weights_only=True)`` does not read goes in as it is, with a warning, once for each class.
         """
         whole = self._inner.consolidated
         optimizers = enumerate(self._inner.optimizers)
         custom = {number: opt.state_dict() for number, opt in optimizers if has_own_format(opt)}
         signature = {**self._signature(), "inner": custom}
-        others = self._others()
-        if len(others) > 1 and any(others.values()):
-            signature["others"] = others  # apart, too: two optimizers may use the same key
+        others = self.others()
+        if any(others.values()):
+            signature["others"] = others  # apart: optimizers may use the same keys, and numbers that are parameters'
         if self._part is not None and whole is None:
             signature["parts"] = {self._part: self._spans()}
         state = self.pack_state() if whole is None else dict(whole)
-        packed_dict = {"state": state, "param_groups": self._pack_groups(), KEY: signature}
-        check_plain({k: v for k, v in packed_dict.items() if k != "state"}, "the state dict")
+        for values in others.values():
+            state.update({key: value for key, value in values.items() if not isinstance(key, Number)})
+        packed_dict = {"state": state, "param_groups": self._pack_groups(custom), KEY: signature}
+        self._warn_of_objects(packed_dict)
         return packed_dict
 
-    def pack_state(self) -> dict[Any, Any]:
-        """Return main_params and inner state by position of the parameter, and what is under other keys.
+    def _warn_of_objects(self, packed_dict: Mapping[str, Any]) -> None:
+        names = ", ".join(type(opt).__name__ for opt in self._inner.optimizers)
+        rest = {key: value for key, value in packed_dict.items() if key != "state"}
+        places = [(value, f"the state of parameter {self._name(i)}") for i, value in packed_dict["state"].items()]
+        for value, place in (*places, (rest, "the state dict")):
+            for where, found in find_objects(value, place):
+                if type(found) not in self._inner.warned_of:
+                    self._inner.warned_of.add(type(found))
+                    warnings.warn(
+                        f"{where} holds a {name_of(found)} of the inner optimizer ({names}), which "
+                        "torch.load(weights_only=True) does not read. It is saved as it is: read the file back with "
+                        "torch.load(weights_only=False), which may run code that is in it",
+                        UserWarning,
+                        stacklevel=4,
+                    )
 
-        Raises:
-            TypeError: as `pack`.
-        """
+    def pack_state(self) -> dict[Any, Any]:
+        """Return main_params and inner state by position of the parameter; see `others`."""
         state: dict[Any, Any] = {}
         for index, param in enumerate(self._params):
             main = self._inner.main_of(param)
             home = self._inner.home_of(main)
             packed = dict(home.state.get(main, {})) if main is not None and not has_own_format(home) else {}
-            own_main_param = self._main_param(param)
+            own_main_param = self._saved_main_param(param)
             if own_main_param is not None:
                 packed["main_param"] = own_main_param
             if packed:
                 state[index] = label(packed, self.cut(index))
-        for values in self._others().values():
-            state.update(values)
-        for index, value in state.items():
-            check_plain(index, "a key of the state")
-            check_plain(value, f"the state of parameter {self._name(index)}")
         return state
 
-    def _others(self) -> dict[int, dict[Any, Any]]:
+    def others(self) -> dict[int, dict[Any, Any]]:
+        """Return state under keys that are no parameters, by number of the inner optimizer."""
         return {
             number: {key: value for key, value in opt.state.items() if not isinstance(key, Tensor)}
             for number, opt in enumerate(self._inner.optimizers)
             if not has_own_format(opt)
         }
+
+    def refuse_objects(self, why: str) -> None:
+        """Raise if there are objects in the state of a parameter that a shard cuts.
+
+        Raises:
+            ValueError: naming the parameter and the class.
+        """
+        for index, value in self.pack_state().items():
+            if self.cut(index).is_partial:
+                refuse_objects(value, f"the state of parameter {self._name(index)}", why)
 
     def pack_for_checkpoint(self, *, is_template: bool) -> dict[str, Any]:
         """Return the state dict in the form for torch.distributed.checkpoint; see `InnerOptimizers.for_checkpoint`.
@@ -181,19 +207,20 @@ class StateDicts:
             RuntimeError: if there is some that is not known before its first step.
         """
         self.refuse_own_format("torch.distributed.checkpoint cannot tell parameters in it apart")
-        for number, others in self._others().items():
+        for number, others in self.others().items():
             if others:
                 name = type(self._inner.optimizers[number]).__name__
                 raise ValueError(
                     f"{name} keeps state under {sorted(map(str, others))}, which are no parameters; "
                     "torch.distributed.checkpoint saves what belongs to parameters only. Use optimizer.state_dict()"
                 )
+        self.refuse_objects("torch.distributed.checkpoint cannot put parts of it together")
         state = {}
         for index, param in enumerate(self._params):
             packed = self._inner.for_checkpoint(param, is_template=is_template)
             if packed or param.requires_grad:
                 state[index] = packed
-        return {"state": state, "param_groups": self._pack_groups()}
+        return {"state": state, "param_groups": self._pack_groups({})}
 
     def refuse_own_format(self, why: str) -> None:
         """Raise if an inner optimizer's state dict is in a format of its own.
@@ -213,9 +240,16 @@ class StateDicts:
         parts = [self._entries[id(p)].part if id(p) in self._entries else None for p in self._params]
         return [[part.start, part.end] if part is not None else None for part in parts]
 
-    def _pack_groups(self) -> list[Group]:
+    def _pack_groups(self, custom: Mapping[int, Mapping[str, Any]]) -> list[Group]:
+        """Return the outer groups; of an inner optimizer with a format of its own, what it saves of its groups."""
         numbers = iter(range(len(self._params)))
-        return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self._groups]
+        saved = {number: iter(own.get("param_groups", ())) for number, own in custom.items()}
+        packed = []
+        for index, group in enumerate(self._groups):
+            own = next(saved.get(self._inner.number_of(index), iter(())), None)
+            kept = group if own is None else {k: v for k, v in group.items() if k in own or k == "param_names"}
+            packed.append({**kept, "params": [next(numbers) for _ in group["params"]]})
+        return packed
 
     def _signature(self) -> dict[str, Any]:
         places = [place_of(param) for param in self._params]
@@ -265,7 +299,8 @@ class StateDicts:
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         saved = [state_dict["state"].get(number, {}) for number in numbers]
         is_ours = signature is not None or any("main_param" in s or HAS_STATE in s for s in saved)
-        state = {index: self._check_param(index, item, is_ours=is_ours) for index, item in enumerate(saved)}
+        is_part = signature is not None and "parts" in signature
+        state = {i: self._check_param(i, item, is_ours=is_ours, is_part=is_part) for i, item in enumerate(saved)}
         numbered = set(numbers)
         others = {
             key: value for key, value in state_dict["state"].items() if key not in numbered and not isinstance(key, int)
@@ -319,10 +354,12 @@ class StateDicts:
                 f"{self._name(index)} it has {_say(spans[index])}; needed here is {here}. {REMEDY}"
             )
 
-    def _check_param(self, index: int, saved: Mapping[str, Any], *, is_ours: bool) -> Mapping[str, Any]:
+    def _check_param(self, index: int, saved: Mapping[str, Any], *, is_ours: bool, is_part: bool) -> Mapping[str, Any]:
         param, cut = self._params[index], self.cut(index)
         if cut.span is None:
             return {}
+        if cut.is_partial and not is_part:
+            refuse_objects(saved, f"the saved state of parameter {self._name(index)}", "a rank cannot take its part")
         try:
             own: dict[str, Any] = take(dict(saved), cut)
         except ValueError as error:
@@ -360,7 +397,7 @@ class StateDicts:
                 part = custom.get(number, checked.source)
             else:
                 part = self._part_for(number, checked)
-            load_in_place(opt, part, is_ours=checked.is_ours)
+            load_in_place(opt, part, is_ours=checked.is_ours, held=self._inner.held_by(number))
         self.set_main_params([own.get("main_param") for own in checked.state.values()])
         for index, outer in enumerate(self._groups):
             inner = self._inner.group(index)
@@ -369,17 +406,19 @@ class StateDicts:
     def _part_for(self, number: int, checked: Checked) -> dict[str, Any]:
         """Cut out what belongs to inner optimizer ``number``, in torch's own packed form."""
         groups, state, index = [], {}, 0
+        others = checked.signature.get("others", {}).get(number, checked.others)
+        numbers = [int(float(key)) for key in others if isinstance(key, Real) and math.isfinite(key)]
+        first = 1 + max(numbers, default=-1)  # from here on they are free for parameters
         for position, saved_group in enumerate(checked.source["param_groups"]):
             indices = range(index, index + len(saved_group["params"]))
             index = indices.stop
             if self._inner.optimizer_of(position) is self._inner.optimizers[number]:
                 here = [i for i in indices if self._inner.main_of(self._params[i]) is not None]
-                groups.append({**saved_group, "params": here})
+                groups.append({**saved_group, "params": [first + i for i in here]})
                 for i in here:
                     inner_state = {key: value for key, value in checked.state[i].items() if key != "main_param"}
                     if inner_state:
-                        state[i] = inner_state
-        others = checked.signature.get("others", {}).get(number, checked.others)
+                        state[first + i] = inner_state
         return {"state": {**state, **others}, "param_groups": groups}
 
 

@@ -22,7 +22,7 @@ from fusedopt.buffers import Buffers
 from fusedopt.clip import Clip
 from fusedopt.comm import DataParallelGroup
 from fusedopt.config import MainGradConfig
-from fusedopt.consolidation import consolidate
+from fusedopt.consolidation import check_alike, consolidate
 from fusedopt.gather import Gather
 from fusedopt.inner import InnerOptimizers
 from fusedopt.listing import Group
@@ -93,8 +93,10 @@ class StatefulOptimizer(Optimizer):
         Tensors are the live ones, as with torch. Read it back with ``torch.load(weights_only=True)``. Under a shard it
         is this rank's part, unless `consolidate_state_dict` brought the whole here.
 
+        Inner state that is neither a tensor nor a builtin goes in as it is, with a warning: it takes
+        ``weights_only=False`` to read it.
+
         Raises:
-            TypeError: naming inner state that is neither a tensor nor a builtin.
             ValueError, RuntimeError: if ``torch.distributed.checkpoint`` asks for what it cannot have.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
@@ -102,7 +104,6 @@ class StatefulOptimizer(Optimizer):
         self._gather.finish()
         self._agree()
         self._arrival.adopt()
-        self._buffers.take_over(loaded=False)
         if self._consolidated_at != self._main_versions():  # weights from outside were taken over since
             self._inner.consolidated = None
         wants = checkpoint_wants()
@@ -124,16 +125,19 @@ class StatefulOptimizer(Optimizer):
             ValueError: naming what does not fit (groups, names, shapes, dtypes, layout); nothing was changed, on any
                 rank: the others raise a RuntimeError that quotes it.
         """
-        with self._comm.together():
+        with self._comm.together("load_state_dict()"):
             state_dict = copy_for_hooks(state_dict)
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 replaced = pre_hook(self, state_dict)
                 state_dict = state_dict if replaced is None else replaced
             self._adoption.follow(self.param_groups)
-            state_dict = self._with_empty_group(state_dict)
+            is_empty = self._lost_by_checkpoint(state_dict)
+        if any(is_empty):
+            state_dict = self._with_empty_group(state_dict, is_empty)
+        with self._comm.together("load_state_dict()"):
             state_dicts = self._state_dicts()
             checked = state_dicts.check(state_dict)
-        with self._comm.together():
+        with self._comm.together("load_state_dict()"):
             state_dicts.unpack(checked)
         self._buffers.forget_agreement()
         self._inner.consolidated = None
@@ -141,11 +145,15 @@ class StatefulOptimizer(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _with_empty_group(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict from torch.distributed.checkpoint with what that lost; see `loaded_empty_group`."""
+    def _lost_by_checkpoint(self, state_dict: dict[str, Any]) -> list[bool]:
+        """Return which groups torch.distributed.checkpoint lost, if it called: one that is empty, or none."""
         is_empty = [not group["params"] for group in self.param_groups]
         if sum(is_empty) != 1 or checkpoint_wants() is None or len(state_dict.get("param_groups", ())) != len(is_empty):
-            return state_dict
+            return []
+        return is_empty
+
+    def _with_empty_group(self, state_dict: dict[str, Any], is_empty: list[bool]) -> dict[str, Any]:
+        """Return a state dict from torch.distributed.checkpoint with what that lost; see `loaded_empty_group`."""
         found: Group = next((values for values in self._comm.objects(loaded_empty_group()) if values is not None), {})
         pairs = zip(state_dict["param_groups"], is_empty, strict=True)
         return {**state_dict, "param_groups": [{**group, **found} if empty else group for group, empty in pairs]}
@@ -166,17 +174,18 @@ class StatefulOptimizer(Optimizer):
             All ranks raise it.
         """
         self._gather.finish()
-        with self._comm.together():
+        with self._comm.together("consolidate_state_dict()"):
             if to not in range(self._comm.world_size):
                 raise ValueError(f"consolidate_state_dict(to={to}): there are {self._comm.world_size} ranks, from 0 on")
             self._inner.consolidated = None
             self._adoption.follow(self.param_groups)
-            self._buffers.take_over(loaded=False)
             state_dicts, state = self._state_dicts(), {}
             if self._buffers.sharding.is_sharded:
                 state_dicts.refuse_own_format("parts of it cannot be put together")
+                state_dicts.refuse_objects("parts of it cannot be put together")
                 state = state_dicts.pack_state()
         if self._buffers.sharding.is_sharded:
+            check_alike(self._comm, state_dicts.others())
             self._inner.consolidated = consolidate(self._comm, state, state_dicts.cut, to)
             self._consolidated_at = self._main_versions()
 
@@ -255,7 +264,6 @@ class StatefulOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles are made of; gradients and a pending window are left out, as in torch."""
         self._agree()
-        self._buffers.take_over(loaded=False)
         if self._adoption.was_relaid and self._buffers.sharding.is_sharded:
             raise RuntimeError(
                 "an optimizer whose param_groups were edited under a shard cannot be copied: a copy would be laid out "

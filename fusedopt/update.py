@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fusedopt.buffers import Buffers
 from fusedopt.clip import Clip
+from fusedopt.closures import Closures
 from fusedopt.fused_step import FusedSteps
 from fusedopt.gather import Gather
-from fusedopt.inner import InnerOptimizers, hang_gradients
+from fusedopt.inner import InnerOptimizers
 from fusedopt.listing import Group
 
 
@@ -28,24 +29,31 @@ class Update:
         buffers: gradients and main_params.
         clip: decides whether a step is taken, and scales.
         gather: brings what other ranks updated.
+        closures: steps with a closure that inner optimizers evaluate themselves.
     """
 
-    def __init__(self, inner: InnerOptimizers, buffers: Buffers, clip: Clip, gather: Gather) -> None:
+    def __init__(
+        self, inner: InnerOptimizers, buffers: Buffers, clip: Clip, gather: Gather, closures: Closures
+    ) -> None:
         self._inner = inner
         self._buffers = buffers
         self._clip = clip
         self._gather = gather
+        self._closures = closures
         self._fused_steps = FusedSteps(buffers)
 
-    def begin(self, groups: Sequence[Group]) -> None:
+    def begin(self, groups: Sequence[Group]) -> bool:
         """Bring hyper-parameters and main_params up to date with what was changed from outside.
+
+        Returns:
+            Whether weights had been changed in a way that torch does not see, see `Buffers.take_over`.
 
         Raises:
             RuntimeError: naming a hyper-parameter that was changed on both sides.
         """
         self._gather.finish()
         self._inner.agree(groups)
-        self._buffers.take_over()
+        return self._buffers.take_over()
 
     def apply(self, groups: Sequence[Group], *, num_addends: int = 1, may_overlap: bool = True) -> None:
         """Update once with the gradients as they stand, or leave parameters and state as they are.
@@ -68,38 +76,23 @@ class Update:
         self._inner.agree(groups)
 
     def _step(self, grad_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+        self._buffers.is_stepping = True
         self._inner.step(
             self._buffers.entries, grad_scale=grad_scale, found_inf=found_inf, instead=self._fused_steps.step
         )
 
-    def apply_by_closure(self, groups: Sequence[Group], loss: Any, evaluate_again: Callable[[], Any]) -> Any:
-        """Update with an inner optimizer that evaluates a closure itself, as often as it wants.
-
-        Args:
-            groups: the outer ones.
-            loss: of the evaluation whose gradients stand; handed to the inner optimizer's first request.
-            evaluate_again: compute loss and gradients at the model's present parameters.
-
-        Returns:
-            What the inner optimizer's ``step`` returned, or ``loss`` where the step was left out.
-        """
-        if not self._clip.on_host(self._clip.nonfinite):
-            return loss
-        first = [loss]
-        # A line search may step into inf and back out: later evaluations are torch's business, unless asked to raise.
-        nonfinite = "raise" if self._clip.nonfinite == "raise" else "ignore"
-
-        def closure() -> Any:
-            if first:
-                return first.pop()
-            self._buffers.write_back(everything=True)
-            again = evaluate_again()
-            self._clip.on_host(nonfinite)
-            hang_gradients(self._buffers.entries)
-            return again
-
-        result = self._inner.step(self._buffers.entries, closure)
-        self._buffers.write_back(everything=True)
+    def apply_by_closure(
+        self,
+        groups: Sequence[Group],
+        evaluate: Callable[[], Any],
+        num_addends: Callable[[], int],
+        *,
+        is_merging: bool,
+        may_overlap: bool = True,
+    ) -> Any:
+        """Update with inner optimizers that evaluate a closure themselves; see `Closures.step`."""
+        result = self._closures.step(evaluate, num_addends, is_merging=is_merging)
+        self._gather.start(may_overlap=may_overlap)
         self._inner.agree(groups)
         return result
 

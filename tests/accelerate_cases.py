@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import fusedopt
-from fusedopt import comm as comm_module
+from fusedopt import channel as channel_module
 from fusedopt.integrations.accelerate import prepare
 
 K, BATCH, NUM_EXAMPLES, MAX_NORM = 4, 4, 44, 0.05
@@ -204,12 +204,12 @@ def assert_moved(found, dtype, num_state=None):
 @contextlib.contextmanager
 def counted_exchanges():
     """Count the messages by which ranks meet: what `no_sync` saves."""
-    cls = comm_module.DataParallelGroup
+    cls = channel_module.Channel
     stock, counts = cls.exchange, [0]
 
-    def exchange(self, message):
+    def exchange(self, message, tally):
         counts[0] += 1
-        return stock(self, message)
+        return stock(self, message, tally)
 
     cls.exchange = exchange
     try:

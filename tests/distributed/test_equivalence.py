@@ -225,6 +225,44 @@ def test_muon_with_adamw_gets_whole_matrices_and_is_one_process(shard, shard_by)
     assert run(train_with_muon, 2, shard, shard_by, 2) == [[], []]
 
 
+class Trusted(torch.optim.Optimizer):
+    """Steps by the norm of each whole tensor, as LAMB: the same on a matrix and on its elements in one row."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.125})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(group["lr"] * param.grad * (param.norm() / param.grad.norm()))
+
+
+def train_by_norms(rank, shard, world_size):
+    net, twin = make_net(torch.float32), make_net(torch.float32)
+    optimizer = fusedopt.FusedMainGradOptimizer(Trusted(net.parameters()), shard=shard, bucket_mib=1)
+    plain = Trusted(twin.parameters())
+    for window in range(NUM_WINDOWS):
+        net(Backward(), (window, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sum(twin(Backward(), (window, r)) for r in range(world_size)).backward()
+        for p in twin.parameters():
+            p.grad /= world_size
+        plain.step()
+        plain.zero_grad()
+    assert all(torch.isfinite(p).all() for p in net.parameters())
+    return [
+        name for (name, p), q in zip(net.named_parameters(), twin.parameters(), strict=True) if not torch.equal(p, q)
+    ]
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_an_optimizer_that_goes_by_norms_is_one_process_without_being_told(shard):
+    assert run(train_by_norms, 2, shard, 2) == [[], []]
+
+
 # -- when reductions start
 
 

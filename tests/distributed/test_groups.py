@@ -174,7 +174,11 @@ def differing(rank, what):
     settings = {"shard": "optimizer"}
     if what == "settings":
         settings["bucket_mib"] = 1 + rank
-    if what == "a lazy parameter" and rank == 1:
+    if what == "inner optimizers":
+        model = nn.Linear(3, 3)
+        inner = torch.optim.Adafactor(model.parameters()) if rank else torch.optim.AdamW(model.parameters())
+        build = functools.partial(fusedopt.FusedMainGradOptimizer, inner)
+    elif what == "a lazy parameter" and rank == 1:
         model = nn.Sequential(nn.LazyLinear(3))
         build = functools.partial(fusedopt.FusedMainGradOptimizer, torch.optim.SGD(model.parameters(), lr=0.1))
     else:
@@ -191,6 +195,7 @@ def differing(rank, what):
     ("what", "says"),
     [
         ("settings", "rank 1 has the settings.*'bucket_mib': 2.*rank 0 has.*'bucket_mib': 1"),
+        ("inner optimizers", r"rank 1 has the settings.*'shard_by': \['parameter'\].*rank 0 has.*\['element'\]"),
         ("dtype", r"rank 1 has .*params.*torch.float32.*where rank 0 has .*torch.bfloat16"),
         ("fewer", "rank 1 has 3 tensors, rank 0 has 6"),
         ("a lazy parameter", "uninitialised"),

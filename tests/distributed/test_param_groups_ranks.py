@@ -78,6 +78,33 @@ def test_edits_on_all_ranks_end_as_in_one_process(shard):
                     assert torch.equal(found["state"][number][key], value)
 
 
+def edit_on_one_rank(rank, shard, edit):
+    params, optimizer = make(shard)
+    step(params, optimizer, 0, factor_of(rank))
+    if rank == 1:
+        edit_of(edit)(optimizer, params)
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(RuntimeError) as caught:
+        step(params, optimizer, 1, factor_of(rank))
+    assert all(map(torch.equal, before, params))
+    return str(caught.value)
+
+
+def edit_of(name):
+    return {
+        "remove": lambda o, p: o.param_groups.pop(),
+        "reverse": lambda o, p: o.param_groups.reverse(),
+        "add": lambda o, p: o.param_groups[0]["params"].append(nn.Parameter(torch.ones(3))),
+    }[name]
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("edit", ["remove", "reverse"])
+def test_an_edit_on_one_rank_only_raises_on_all(edit, shard):
+    for text in run(edit_on_one_rank, 2, shard, edit):
+        assert "on all" in text
+
+
 def add_by_hand(rank, shard):
     params, optimizer = make(shard)
     step(params, optimizer, 0, factor_of(rank))

@@ -142,6 +142,31 @@ def test_clipping_scales_by_the_norm_of_all_gradients(device, name, backend_name
 
 
 @pytest.mark.parametrize("name", ["AdamW foreach", "AdamW fused"])
+def test_a_write_through_data_raises_by_name_in_the_next_step_and_none_that_is_seen_does(cuda, name):
+    model = mlp(cuda)
+    optimizer = fusedopt.FusedMainGradOptimizer(INNER[name](model.named_parameters()))
+    raised = []
+    for number in range(12):
+        set_gradients(model.parameters(), number)
+        if number % 3 == 0:
+            with torch.no_grad():
+                model[0].weight.mul_(0.5)
+        if number % 3 == 1:
+            model[3].weight.data = model[3].weight.data * 2
+        if number == 6:
+            model[3].weight.data.mul_(0.5)
+        torch.cuda.synchronize()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            raised.append((number, str(error)))
+            optimizer.step()
+        optimizer.zero_grad()
+    assert [number for number, _ in raised] == [7]
+    assert "parameter 3.weight was written through .data" in raised[0][1]
+
+
+@pytest.mark.parametrize("name", ["AdamW foreach", "AdamW fused"])
 def test_a_grad_scaler_drives_an_fp16_model(device, name):
     model = mlp(device, torch.float16)
     optimizer = fusedopt.FusedMainGradOptimizer(INNER[name](model.parameters()))

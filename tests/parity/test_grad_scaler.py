@@ -1,5 +1,6 @@
 """torch.amp.GradScaler drives the wrapper of an fp16 model as it drives a stock optimizer with fp32 gradients."""
 
+import inspect
 import itertools
 from copy import deepcopy
 
@@ -274,6 +275,43 @@ def test_a_scaler_with_merged_micro_batches_raises_with_the_remedy_and_changes_n
         assert optimizer.window_ends  # no micro-batch was counted
         optimizer.zero_grad()
         assert all(param.grad is None for param in model.parameters())
+
+
+def test_whoever_looks_at_a_wrapper_that_merges_sees_no_error():
+    _, optimizer = make_wrapped(gradient_accumulation_steps=2)
+    assert hasattr(optimizer, "_step_supports_amp_scaling")
+    assert dict(inspect.getmembers(optimizer))["_step_supports_amp_scaling"] is False
+    assert deepcopy(optimizer)._step_supports_amp_scaling is False
+
+    class Debugger:
+        def step(self):
+            return optimizer._step_supports_amp_scaling
+
+    assert Debugger().step() is False
+
+
+class LaterScaler(torch.amp.GradScaler):
+    """A subclass that steps in its own words, as other releases and projects do."""
+
+    def step(self, optimizer):
+        assert getattr(optimizer, "_step_supports_amp_scaling", False) is False
+        return super().step(optimizer)
+
+
+@pytest.mark.parametrize("num_merged", [1, 2])
+def test_a_scaler_of_another_class_is_known_by_what_it_is(num_merged):
+    model, optimizer = make_wrapped(gradient_accumulation_steps=num_merged)
+    scaler = LaterScaler("cpu", init_scale=2.0**10)
+    for number in range(3):
+        scaler.scale(loss_of(model, number)).backward()
+        if num_merged == 2:
+            with pytest.raises(RuntimeError, match="gradient_accumulation_steps=2"):
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+    assert any(changed(model)) == (num_merged == 1)
 
 
 def test_a_scaler_that_is_switched_off_goes_with_merged_micro_batches():

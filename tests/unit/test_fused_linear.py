@@ -573,3 +573,64 @@ def test_a_plain_function_with_setup_context_works_too():
     for _ in range(2):
         checkpoint(lambda y: Scale.apply(y, weight), x, use_reentrant=False).float().sum().backward()
     assert torch.equal(weight.grad, 2 * x.detach().float().sum(0))
+
+
+# -- a layer's arguments
+
+
+class Layer(MainGradFunction):
+    """Hands backward's arguments through a function of the test."""
+
+    @staticmethod
+    def forward(ctx, x, weight, add):
+        ctx.add = add
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        return None, ctx.add(ctx, weight, grad_output, x), None
+
+
+add, addmm = MainGradFunction.add_to_main_grad, MainGradFunction.addmm_to_main_grad
+WRONG = {
+    "swapped operands": (lambda c, w, g, x: addmm(c, w, x, g), ValueError, r"grad_output \[4, 8\].*in the order addmm"),
+    "another dtype": (lambda c, w, g, x: addmm(c, w, g, x.float()), TypeError, r"input torch\.float32.*input\.to"),
+    "whole numbers": (lambda c, w, g, x: addmm(c, w, g.int(), x.int()), TypeError, r"one floating dtype"),
+    "too few tokens": (lambda c, w, g, x: addmm(c, w, g[:3], x), ValueError, r"\[3, 6\].*as many tokens"),
+    "a transposed weight's": (lambda c, w, g, x: addmm(c, w, g.t(), x.t()), ValueError, r"needed are \[out, in\]"),
+    "a scalar": (lambda c, w, g, x: addmm(c, w, g.sum(), x), ValueError, r"grad_output \[\]"),
+    "an activation for the weight": (lambda c, w, g, x: addmm(c, x, g, x), ValueError, r"no Parameter: is it an act"),
+    "a transposed gradient": (
+        lambda c, w, g, x: add(c, w, x.t() @ g),
+        ValueError,
+        r"is \[8, 6\].*the parameter \[6, 8",
+    ),
+    "a gradient that broadcasts": (lambda c, w, g, x: add(c, w, x.sum(0)), ValueError, r"is \[8\] on cpu.*\[6, 8\]"),
+    "a sparse gradient": (lambda c, w, g, x: add(c, w, (g.t() @ x).to_sparse()), TypeError, r"torch\.sparse_coo"),
+    "a whole-number gradient": (lambda c, w, g, x: add(c, w, (g.t() @ x).int()), TypeError, r"is torch\.int32"),
+}
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_is_named_and_main_grad_untouched(wrong, is_wrapped):
+    pass_on, error, match = wrong
+    layer = nn.Linear(8, 6, bias=False, dtype=torch.bfloat16)
+    if is_wrapped:
+        _optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD(layer.named_parameters(), lr=0.1))
+        layer.weight.main_grad.fill_(float("nan"))
+        match = match if "activation" in str(match) or "no Parameter" in match else rf"parameter weight.*{match}"
+    with pytest.raises(error, match=match):
+        Layer.apply(integers(4, 8), layer.weight, pass_on).float().sum().backward()
+    assert layer.weight.grad is None
+    assert not is_wrapped or layer.weight.main_grad.isnan().all()
+
+
+def test_leading_dimensions_may_differ_where_tokens_do_not():
+    layer, _optimizer = wrapped_layer(bias=False)
+    x = integers(4, 8)
+    reshaped = lambda c, w, g, x: addmm(c, w, g.view(2, 2, 6), x.view(1, 4, 8))  # noqa: E731
+    Layer.apply(x, layer.weight, reshaped).float().sum().backward()
+    assert torch.equal(layer.weight.grad, x.float().sum(0).expand(6, 8))

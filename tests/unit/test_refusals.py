@@ -1,5 +1,8 @@
 """What cannot be wrapped is refused by name, with a remedy, before anything was changed."""
 
+import copy
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,6 +76,146 @@ def test_an_optimizer_that_needs_sparse_gradients_is_refused():
 def test_a_quantised_trainable_parameter_is_refused():
     param = nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn))
     refuses(torch.optim.SGD([("w8", param)], lr=0.1), TypeError, r"w8 is torch\.float8_e4m3fn.*Freeze it")
+
+
+def test_a_parameter_that_is_no_leaf_is_refused_without_a_warning():
+    root = nn.Parameter(torch.ones(3))
+    computed = root * 2
+    optimizer = torch.optim.SGD([("scaled", computed)], lr=0.1, differentiable=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refuses(optimizer, ValueError, r"parameter scaled is not a leaf.*MulBackward0.*Parameter it was computed from")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "make",
+    [lambda t: t[:4].expand(3, 4), lambda t: t.as_strided((3, 2), (1, 1)), lambda t: t.as_strided((3, 4), (3, 1))],
+    ids=["expanded", "sliding", "rows that overlap"],
+)
+def test_a_parameter_whose_elements_overlap_is_refused(make, dtype):
+    overlapping = nn.Parameter(make(torch.zeros(12, dtype=dtype)))
+    refuses(adamw(good(), overlapping), ValueError, r"layer1\.weight has shape \(3, .*strides.*expand it in forward")
+
+
+@pytest.mark.parametrize("make", [lambda t: t.t(), lambda t: t[:, :2], lambda t: t[::2], lambda t: t[:0]])
+def test_a_view_without_overlap_is_none(make):
+    optimizer = fusedopt.FusedMainGradOptimizer(adamw(nn.Parameter(make(torch.zeros(4, 6, dtype=torch.bfloat16)))))
+    optimizer.unwrap()
+
+
+SHARING = {
+    "the same memory": lambda t: (t, t.data),
+    "a part of it": lambda t: (t, t[1:, :]),
+    "its transpose": lambda t: (t, t.t()),
+    "columns in common": lambda t: (t[:, :3], t[:, 2:]),
+    "another dtype": lambda t: (t, t.view(torch.int16).view(torch.float16)),
+}
+
+
+@pytest.mark.parametrize("share", SHARING.values(), ids=SHARING)
+def test_two_parameters_over_one_memory_are_refused(share):
+    one, other = map(nn.Parameter, share(torch.zeros(4, 4, dtype=torch.bfloat16)))
+    for params in ([one, good(), other], [other, good(), one]):
+        refuses(adamw(*params), ValueError, r"layer\d\.weight and layer\d\.weight are two Parameters over.*Tie them as")
+
+
+def test_two_parameters_over_one_memory_are_refused_when_a_group_is_added_or_one_is_unfrozen():
+    one, frozen = good(4), nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False)
+    alias = nn.Parameter(frozen.data, requires_grad=False)
+    optimizer = fusedopt.FusedMainGradOptimizer(adamw(one, frozen, alias))
+    with pytest.raises(ValueError, match=r"layer0\.weight and again are two Parameters over the same memory"):
+        optimizer.add_param_group({"params": [("again", nn.Parameter(one.data))]})
+    assert len(optimizer.param_groups) == 1
+    frozen.requires_grad_(True)
+    optimizer.zero_grad()  # an alias that is frozen does no harm
+    alias.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"layer1\.weight and layer2\.weight are two Parameters"):
+        optimizer.zero_grad()
+
+
+DISJOINT = {
+    "parts of one flat memory": lambda t: (t.flatten()[:7].view(7), t.flatten()[7:].view(3, 3)),
+    "columns": lambda t: (t[:, :1], t[:, 1:]),
+    "every other element": lambda t: (t.flatten()[::2], t.flatten()[1::2]),
+    "nothing": lambda t: (t, t[:0]),
+}
+
+
+@pytest.mark.parametrize("split", DISJOINT.values(), ids=DISJOINT)
+def test_disjoint_parts_of_one_memory_train(split):
+    flat = torch.zeros(4, 4, dtype=torch.bfloat16)
+    one, other = map(nn.Parameter, split(flat))
+    optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD([one, other], lr=1.0))
+    (one.sum() * 2 + other.sum() * 3).backward()
+    optimizer.step()
+    assert one.eq(-2).all()
+    assert other.eq(-3).all()
+    assert flat.sum() == -(2 * one.numel() + 3 * other.numel())
+
+
+def test_two_float32_parameters_over_one_memory_train_as_in_torch():
+    ends = []
+    for is_wrapped in (False, True):
+        one = nn.Parameter(torch.zeros(4))
+        other = nn.Parameter(one.data)
+        optimizer = torch.optim.SGD([one, other], lr=1.0)
+        optimizer = fusedopt.FusedMainGradOptimizer(optimizer) if is_wrapped else optimizer
+        for _ in range(2):
+            (one * 2 + other * 4).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(one.tolist())
+        assert torch.equal(one, other)
+    assert ends == [[-12.0] * 4] * 2
+
+
+@pytest.mark.parametrize("part", ["whole model", "a submodule"])
+def test_parameters_that_were_replaced_after_wrapping_raise_at_the_step(part):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).bfloat16()
+    optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1))
+
+    def train():
+        model(torch.ones(2, 3).bfloat16()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    target, name = (model, r"0\.weight") if part == "whole model" else (model[1], r"1\.weight")
+    target.load_state_dict(copy.deepcopy(target.state_dict()), assign=True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"parameter {name} got no gradient.*Linear\.weight.*assign=True first"):
+            train()
+
+
+def test_absent_gradients_for_other_reasons_do_not_raise():
+    model = nn.Linear(3, 3).bfloat16()
+    ema, other = copy.deepcopy(model), nn.Linear(3, 3).bfloat16()
+    bare = nn.Parameter(torch.zeros(3, 3, dtype=torch.bfloat16))
+    optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD([*model.parameters(), bare], lr=0.1))
+    optimizer.step()
+    model(torch.ones(1, 3).bfloat16()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    other_optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD(other.parameters(), lr=0.1))
+    other(torch.ones(1, 3).bfloat16()).sum().backward()
+    for _ in range(3):
+        optimizer.step()
+    other_optimizer.step()
+    assert ema.weight.grad is None
+
+
+@pytest.mark.parametrize("convert", [fusedopt.convert_linears, fusedopt.restore_linears])
+@pytest.mark.parametrize("model", [[1], [nn.Linear(2, 2)], None, nn.Linear], ids=str)
+def test_what_is_no_module_is_not_converted(convert, model):
+    with pytest.raises(TypeError, match=r"model is a \w+; needed is one torch\.nn\.Module"):
+        convert(model)
+
+
+@pytest.mark.parametrize("pattern", [1, [None], [nn.Linear(2, 2)], int], ids=str)
+def test_what_is_no_pattern_is_refused(pattern):
+    with pytest.raises(TypeError, match=r"the pattern .* needed is a module name such as"):
+        fusedopt.convert_linears(nn.Linear(2, 2), include=pattern)
 
 
 def test_an_optimizer_without_a_trainable_parameter_is_refused():

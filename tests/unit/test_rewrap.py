@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusedopt import FusedMainGradOptimizer, convert_linears, holders
+from fusedopt import FusedMainGradOptimizer, convert_linears, holders, main_grad
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -378,3 +378,13 @@ def test_holders_forget_wrappers_that_are_unwrapped_dropped_or_never_finished(mo
         FusedMainGradOptimizer(inner)
     del caught
     assert holders.find(net[0].weight) is None
+
+
+def test_wrapping_again_and_again_leaves_nothing_registered():
+    weight = nn.Parameter(torch.ones(3))
+    before = len(main_grad._params)
+    for _ in range(5):
+        optimizer = FusedMainGradOptimizer(torch.optim.SGD([weight], lr=0.1))
+        assert len(main_grad._params) == before + 1
+        optimizer.unwrap()
+    assert len(main_grad._params) == before
