@@ -2,12 +2,12 @@
 
 from fusedopt import backends, recompute
 from fusedopt._version import __version__
-from fusedopt.autograd import MainGradFunction
 from fusedopt.config import MainGradConfig
-from fusedopt.convert import convert_linears, restore_linears
-from fusedopt.linear import FusedLinear, fused_linear
+from fusedopt.layers.convert import convert_linears, restore_linears
+from fusedopt.layers.function import MainGradFunction
+from fusedopt.layers.linear import FusedLinear, fused_linear
 from fusedopt.optimizer import FusedMainGradOptimizer
-from fusedopt.replicas import broadcast_module
+from fusedopt.sharding.replicas import broadcast_module
 
 __all__ = [
     "FusedLinear",

@@ -9,6 +9,7 @@ Knows nothing of buffers.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -16,17 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedopt import dtensor, holders
+from fusedopt import live_wrappers
+from fusedopt.buffers.main_grad import MAIN_DTYPES
+from fusedopt.buffers.overlap import extent, has_overlap, have_common_elements
 from fusedopt.config import MainGradConfig
-from fusedopt.overlap import extent, has_overlap, have_common_elements
+from fusedopt.sharding import dtensor
 
-MAIN_DTYPES = {
-    torch.float64: torch.float64,
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-}
-"""dtype of main_grad and main_param, by the dtype of the model parameter."""
+_QUANTISED = re.compile("4bit|8bit|int8|quantized|float8|fp8", re.IGNORECASE)
 
 
 def checked_optimizers(inner: Any, wrapper: type[Optimizer]) -> list[Optimizer]:
@@ -160,14 +157,14 @@ def check_all_parameters(optimizers: Sequence[Optimizer], *, is_sharded: bool, r
         gc.collect()  # a wrapper that was dropped, but sits in a reference cycle, lets go of them now
         named = all_named(optimizers)
     for opt in optimizers:
-        if holders.find(opt) is not None:
+        if live_wrappers.find(opt) is not None:
             raise RuntimeError(
                 f"this {type(opt).__name__} is wrapped already: a FusedMainGradOptimizer that is still there holds it; "
                 f"parameter {_first_name(opt)} already has a main_grad. Use that one; or call unwrap() on it first, "
                 "which gives this optimizer back with its state in the parameters' dtype. rewrap=True takes parameters "
                 "over into a new inner optimizer only"
             )
-    found = [holders.find(param) for _, param in named] if rewrap else []
+    found = [live_wrappers.find(param) for _, param in named] if rewrap else []
     wrappers = list({id(wrapper): wrapper for wrapper in found if wrapper is not None}.values())
     check_parameters(named, free_of=wrappers)
     trainable = [param for _, param in named if param.requires_grad]
@@ -241,11 +238,7 @@ def check_trainable(name: str, param: Tensor, *, free_of: Sequence[Any] = ()) ->
             f"parameter {name} is {param.dtype}; fusedopt wraps real parameters only. Hold it as two real ones "
             "(torch.view_as_real), or leave it to an optimizer of its own"
         )
-    if hasattr(param, "quant_state"):  # bitsandbytes' packed bytes may pose as bf16
-        raise TypeError(
-            f"parameter {name} is trainable and quantised ({type(param).__name__}): it has no digits that a step could "
-            "move. Freeze it (requires_grad_(False)) and train adapters on it (PEFT), or load the model in bf16"
-        )
+    refuse_quantised(name, param)
     if param.layout is not torch.strided:
         raise TypeError(f"parameter {name} has layout {param.layout}; make it dense (param.to_dense()) before wrapping")
     if param.dtype not in MAIN_DTYPES:
@@ -270,9 +263,19 @@ def check_trainable(name: str, param: Tensor, *, free_of: Sequence[Any] = ()) ->
             "the Parameter and expand it in forward, or give each element memory of its own (param.detach().clone())"
         )
     if hasattr(param, "main_grad"):
-        holder = holders.find(param)
+        holder = live_wrappers.find(param)
         if holder is None or all(holder is not wrapper for wrapper in free_of):
             _refuse_held(name, param, holder)
+
+
+def refuse_quantised(name: str, param: Tensor) -> None:
+    """Raise if ``param``, a trainable one, holds codes and no numbers."""
+    # bitsandbytes' packed bytes may pose as bf16; torchao's and TransformerEngine's say it in the name of their class.
+    if hasattr(param, "quant_state") or _QUANTISED.search(type(param).__name__):
+        raise TypeError(
+            f"parameter {name} is trainable and quantised ({type(param).__name__}): it has no digits that a step could "
+            "move. Freeze it (requires_grad_(False)) and train adapters on it (PEFT), or load the model in bf16"
+        )
 
 
 def _refuse_held(name: str, param: Tensor, holder: Any) -> NoReturn:

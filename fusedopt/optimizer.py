@@ -18,13 +18,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from fusedopt import backends, compiling, holders, stock_clip
-from fusedopt.adoption import Adoption
-from fusedopt.amp import Scalers, asking_scaler
-from fusedopt.arrival import Arrival
-from fusedopt.buckets import Sharding
-from fusedopt.buffers import Buffers
-from fusedopt.channel import Kind
+from fusedopt import backends, live_wrappers
+from fusedopt.buffers.bucket import Sharding
+from fusedopt.buffers.flat import Buffers
 from fusedopt.checks import (
     all_named,
     check_all_parameters,
@@ -37,20 +33,25 @@ from fusedopt.checks import (
     refuse_shared_memory,
     refuse_unsupported,
 )
-from fusedopt.clip import Clip, checked_norm
-from fusedopt.closures import Closures
-from fusedopt.comm import DataParallelGroup
 from fusedopt.config import MainGradConfig
-from fusedopt.gather import Gather
-from fusedopt.inner import InnerOptimizers
-from fusedopt.listing import Group
-from fusedopt.probe import ShardBy
-from fusedopt.reduction import Reduction
-from fusedopt.replicas import start_alike
-from fusedopt.state_view import StateView
-from fusedopt.stateful import GONE_WHEN_UNWRAPPED, StatefulOptimizer
-from fusedopt.update import Update
-from fusedopt.window import Window
+from fusedopt.gradients import dynamo, stock_clip
+from fusedopt.gradients.accumulation import Window
+from fusedopt.gradients.arrival import Arrival
+from fusedopt.gradients.clip import Clip, checked_norm
+from fusedopt.inner.listing import Group
+from fusedopt.inner.optimizers import InnerOptimizers
+from fusedopt.inner.shard_probe import ShardBy
+from fusedopt.reduction.grad_scaler import Scalers, asking_scaler
+from fusedopt.reduction.parameter_gather import Gather
+from fusedopt.reduction.rounds import Reduction
+from fusedopt.registration import Adoption
+from fusedopt.sharding.channel import Kind
+from fusedopt.sharding.comm import DataParallelGroup
+from fusedopt.sharding.replicas import start_alike
+from fusedopt.state.stateful import GONE_WHEN_UNWRAPPED, StatefulOptimizer
+from fusedopt.state.view import StateView
+from fusedopt.step.closures import Closures
+from fusedopt.step.update import Update
 
 Closure = Callable[[], Any]
 
@@ -159,14 +160,14 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         # A wrapper that is dropped leaves the model as torch made it: hooks hold no reference to the wrapper.
         self._finalizer = weakref.finalize(self, self._adoption.release)
         self._finalizer.atexit = False
-        holders.add(self, self._adoption.holds)
+        live_wrappers.add(self, self._adoption.holds)
         try:
             for index in range(len(self.param_groups)):
                 self._adoption.adopt_group(index, self.param_groups)
         except BaseException:  # out of memory, for one
             self._retire("was never finished: wrapping it failed")
             raise
-        compiling.watch(self._buffers)
+        dynamo.watch(self._buffers)
         if sharding.is_sharded:
             stock_clip.watch(self._buffers)
 
@@ -263,7 +264,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         if edited:
             self._window.restart()
             self._scalers.explain(edited)
-        compiling.watch(self._buffers)
+        dynamo.watch(self._buffers)
         self._adoption.follow(self.param_groups)
         self._buffers.check_views()
         self._adoption.look_for(self._arrival.adopt())
@@ -285,7 +286,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             for max_norm, norm_type in self._window.clips:
                 self._clip_mean(max_norm, norm_type, num_micro_batches)
             num_addends = 1 if self._window.is_averaged else self._num_addends(num_micro_batches)
-            may_overlap = not compiling.has_traced()
+            may_overlap = not dynamo.has_traced()
             self._update.apply(self.param_groups, num_addends=num_addends, may_overlap=may_overlap)
         finally:
             self._window.end(self._arrival.num_arrivals)
@@ -332,7 +333,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             with self._comm.together("step(closure)"):
                 self._update.begin(self.param_groups)
         try:
-            may_overlap = not compiling.has_traced()
+            may_overlap = not dynamo.has_traced()
             return self._update.apply_by_closure(
                 self.param_groups, evaluate, num_addends, is_merging=is_merging, may_overlap=may_overlap
             )

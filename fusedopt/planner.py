@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusedopt.layout import Bucket, ParamSpec, Span, intersect, plan_buckets
+from fusedopt.sharding.layout import Bucket, ParamSpec, Span, intersect, plan_buckets
 
 MAIN_NBYTES = 4
 """Of one fp32 element: main_grad, main_param."""

@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import fusedopt
-from fusedopt import channel as channel_module
 from fusedopt.integrations.accelerate import prepare
+from fusedopt.sharding import channel as channel_module
 
 K, BATCH, NUM_EXAMPLES, MAX_NORM = 4, 4, 44, 0.05
 """Eleven batches: windows of 4, 4 and 3 on one rank, of 4 and 2 on each of two."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fusedopt._version import __version__
 from fusedopt.backends import torch_ops
-from fusedopt.backends.offers import FUNCTIONS, Absent, Offer, Rule, asking
+from fusedopt.backends.offers import FUNCTIONS, LOW_PRECISION, Absent, Offer, Rule, asking
 from fusedopt.backends.selfcheck import fault
 
 ADAPTERS = {"transformer_engine": "te_ops", "apex": "apex_ops", "triton": "triton_ops"}
@@ -38,7 +38,6 @@ HINTS = {
     "transformer_engine": 'pip install --no-build-isolation "transformer_engine[pytorch]"',
     "triton": "pip install triton (it comes with CUDA builds of torch)",
 }
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

@@ -17,23 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedopt.backends.offers import Adam, Sgd
+from fusedopt.backends.offers import LOW_PRECISION, Adam, Sgd
+from fusedopt.sharding.layout import ROW_NUMEL
 
 DEVICE_TYPES = ("cuda",)
 """Where the libraries run; they take a CPU tensor's address for one on the device. Doubles add theirs."""
 
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+KERNEL_DTYPES = (torch.float32, *LOW_PRECISION)
 """What the norm and scale kernels know."""
 
-WGRAD_DTYPES = (torch.bfloat16, torch.float16)
+WGRAD_DTYPES = LOW_PRECISION
 """Of the operands whose product the libraries add into fp32 without rounding it first."""
 
 MAX_NUMEL = 2**30
 """Elements of a tensor in one launch: below int32, and a multiple of 16 bytes in every dtype, so that pieces of an
 aligned tensor are aligned."""
-
-ROW_NUMEL = 1024
-"""Elements that a norm in plain torch sums in their own dtype before it goes on in float64."""
 
 INT32_END = 2**31
 

@@ -14,10 +14,14 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+import torch
 from torch import Tensor
 
 FUNCTIONS = ("wgrad_accumulate_", "norm", "scale_cast_", "found_inf", "fused_step_")
 """The functions of the table, in the order in which `report` shows them; `torch_ops` says what each promises."""
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""What a model is trained in whose main_grad and main_param are wider."""
 
 
 @dataclass(frozen=True)

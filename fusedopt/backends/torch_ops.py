@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedopt.layout import ROW_NUMEL
+from fusedopt.sharding.layout import ROW_NUMEL
 
 TILE_ROWS = 256
 """Rows of a weight whose rounded product exists at once in the inexact wgrad on a CPU."""

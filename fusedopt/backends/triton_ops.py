@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedopt.backends.offers import FUNCTIONS, Absent, Adam, Offer, Sgd, Spans, load
+from fusedopt.backends.offers import FUNCTIONS, LOW_PRECISION, Absent, Adam, Offer, Sgd, Spans, load
 
 BLOCK = 1024
 """Elements that one program handles: 8 per thread at Triton's default of 4 warps, two 16-byte loads of fp32
@@ -57,8 +57,6 @@ TAKES_FOUND_INF = True
 
 NEEDED = ("fma", "div_rn", "sqrt_rn")
 """What the kernels use of triton.language and old versions lack."""
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 KINDS = ("main", "grad", "exp_avg", "exp_avg_sq", "model")
 """What the step touches per parameter, in the order in which `_check_spans` returns it."""

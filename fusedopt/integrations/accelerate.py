@@ -24,7 +24,7 @@ from fusedopt.integrations.refusals import refuse_model
 from fusedopt.integrations.scaling import share_scaler
 from fusedopt.integrations.versions import require
 from fusedopt.optimizer import FusedMainGradOptimizer
-from fusedopt.replicas import broadcast_module
+from fusedopt.sharding.replicas import broadcast_module
 
 _OWNERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 """What accelerate may be configured for that owns gradients itself; names in its ``DistributedType``."""

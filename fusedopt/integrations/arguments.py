@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fusedopt.backends.offers import LOW_PRECISION
 from fusedopt.config import Given, MainGradConfig, given, given_in_environment, given_in_file
-from fusedopt.convert import convert_linears
+from fusedopt.layers.convert import convert_linears
 from fusedopt.optimizer import FusedMainGradOptimizer
 from fusedopt.recompute import GRANULARITIES
 from fusedopt.recompute import apply as apply_recompute
@@ -220,7 +220,7 @@ def _without_stale_main_params(optimizer: Optimizer, state_dict: dict[str, Any])
         return state_dict
 
     def is_stale(name: str, value: Any) -> bool:
-        return name == "main_param" and getattr(value, "dtype", None) in (torch.bfloat16, torch.float16)
+        return name == "main_param" and getattr(value, "dtype", None) in LOW_PRECISION
 
     state = {
         key: {name: value for name, value in item.items() if not is_stale(name, value)}

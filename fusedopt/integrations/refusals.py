@@ -9,12 +9,12 @@ of them is imported.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
+from fusedopt.checks import refuse_quantised
 from fusedopt.integrations.versions import require_of
 
 _REDUCERS = {
@@ -26,7 +26,6 @@ _REDUCERS = {
 }
 """Classes around (or of) a model, by name, with what is said of them."""
 
-_QUANTISED = re.compile("4bit|8bit|int8|quantized|float8|fp8", re.IGNORECASE)
 
 _UNWRAPPABLE = (
     ("lomo", "updates each parameter inside backward, and never sees an accumulated gradient"),
@@ -57,12 +56,7 @@ def refuse_model(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        if _QUANTISED.search(type(param).__name__) or hasattr(param, "quant_state"):
-            raise TypeError(
-                f"parameter {name} is trainable and quantised ({type(param).__name__}): it has no digits that a step "
-                "could move. Freeze it (requires_grad_(False)) and train adapters on it (PEFT), or load the model in "
-                "bf16"
-            )
+        refuse_quantised(name, param)
         if hasattr(param, "device_mesh"):
             raise TypeError(
                 f"parameter {name} is a DTensor (tensor parallel, or sharded at load time); load the model without "

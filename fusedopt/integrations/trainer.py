@@ -26,7 +26,7 @@ from fusedopt.integrations.refusals import KnownParameters, refuse_model, refuse
 from fusedopt.integrations.scaling import share_scaler
 from fusedopt.integrations.versions import require_trainer
 from fusedopt.optimizer import FusedMainGradOptimizer
-from fusedopt.replicas import broadcast_module
+from fusedopt.sharding.replicas import broadcast_module
 
 _Trainer: Any = object  # a class of transformers stands behind the mixin
 

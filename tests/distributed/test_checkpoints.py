@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fusedopt import FusedMainGradOptimizer
-from fusedopt.channel import BLOCK_NBYTES
+from fusedopt.sharding.channel import BLOCK_NBYTES
 
 LAYOUTS = [("none", "auto"), ("optimizer", "element"), ("optimizer", "parameter"), ("gradients", "element")]
 LAYOUTS += [("gradients", "parameter")]

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fusedopt
-from fusedopt.layout import ParamSpec
 from fusedopt.planner import cost
+from fusedopt.sharding.layout import ParamSpec
 from tests.distributed.launcher import run
 
 WIDTHS = (300, 41, 513, 7)

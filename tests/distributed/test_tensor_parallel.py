@@ -185,7 +185,7 @@ def bits(rank):
         for param in model.parameters():
             param.to_local().fill_(1.0)
     optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), device_mesh=mesh["dp"])
-    with mock.patch.object(fusedopt.linear._FusedLinear, "apply", side_effect=AssertionError("fused a DTensor")):
+    with mock.patch.object(fusedopt.layers.linear._FusedLinear, "apply", side_effect=AssertionError("fused a DTensor")):
         for scale in (256.0, 1.0):
             x = torch.ones(1, 4, dtype=torch.bfloat16, requires_grad=True)
             (scale * model(x).sum() / 4).backward()

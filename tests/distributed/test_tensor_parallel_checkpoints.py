@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import fusedopt
-from fusedopt.pieces import CheckpointPiece
+from fusedopt.sharding.dcp_pieces import CheckpointPiece
 from tests.distributed.launcher import run
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 def region(param):
     """Return what of the whole lies on this rank, as slices."""
-    found = fusedopt.dtensor.region_of(param)
+    found = fusedopt.sharding.dtensor.region_of(param)
     if found is None:
         return tuple(slice(None) for _ in param.shape)
     return tuple(slice(o, o + n) for o, n in zip(found[1], param.to_local().shape, strict=True))

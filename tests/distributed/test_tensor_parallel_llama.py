@@ -276,8 +276,8 @@ def vary(mesh, case, variant, grads):
     differing, forwards = {}, []
     layer = model.layer if case.is_block else model.model.layers[0]
     layer.self_attn.q_proj.register_forward_hook(lambda *_: forwards.append(1))
-    apply = fusedopt.linear._FusedLinear.apply
-    with mock.patch.object(fusedopt.linear._FusedLinear, "apply", side_effect=apply) as fused:
+    apply = fusedopt.layers.linear._FusedLinear.apply
+    with mock.patch.object(fusedopt.layers.linear._FusedLinear, "apply", side_effect=apply) as fused:
         for _ in range(2):  # over the same data, with the same weights
             for k in range(MICRO_BATCHES):
                 with optimizer.no_sync():

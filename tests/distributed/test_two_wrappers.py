@@ -21,7 +21,7 @@ from launcher import at, run
 from torch import nn
 
 import fusedopt
-from fusedopt.groups import timeout_of
+from fusedopt.sharding.process_groups import timeout_of
 
 SHARDS = ("none", "optimizer", "gradients")
 SIZES = {"equal": (40, 40, 40), "unequal": (5, 1100, 33)}

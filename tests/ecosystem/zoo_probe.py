@@ -15,7 +15,7 @@ import torch._dynamo
 from torch import nn
 from torch.optim import Optimizer
 
-from fusedopt.probe import find_out
+from fusedopt.inner.shard_probe import find_out
 
 PACKAGES = ("pytorch_optimizer", "heavyball", "schedulefree", "prodigyopt", "lion_pytorch")
 SHAPES = [(40, 30), (50,), (3, 4, 5, 6)]

@@ -8,7 +8,7 @@ import torch
 from fusedopt import backends
 from fusedopt.backends import torch_ops
 from fusedopt.backends.offers import Adam, Spans
-from fusedopt.layout import ROW_NUMEL
+from fusedopt.sharding.layout import ROW_NUMEL
 
 U32 = 2.0**-24
 LOW_PRECISION = [torch.bfloat16, torch.float16]

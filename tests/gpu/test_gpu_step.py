@@ -7,7 +7,7 @@ from torch import nn
 import fusedopt
 from benchmarks.gpu.cuda_graph import CASES, NUM_REPLAYS, NUM_WARMUP, Loop, make_model
 from benchmarks.gpu.synchronisations import counting
-from fusedopt.layout import ALIGNMENT, ROW_NUMEL
+from fusedopt.sharding.layout import ALIGNMENT, ROW_NUMEL
 
 U32 = 2.0**-24
 INNER = {

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
-from fusedopt.clip import Clip
+from fusedopt.gradients.clip import Clip
 
 NUM_STEPS = 20
 LATE = 3  # the step at which a parameter gets its first gradient

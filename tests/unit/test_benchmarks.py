@@ -10,7 +10,7 @@ from benchmarks import backward, data_parallel, optimizer_phase, timing
 from benchmarks.data_parallel_worker import SYSTEMS, Setup, System
 from benchmarks.models import TINY, all_linears_as_fast_as_fp32, make_llama
 from benchmarks.run import BENCHES, main
-from fusedopt.layout import ALIGNMENT
+from fusedopt.sharding.layout import ALIGNMENT
 
 ENVIRONMENT = {
     "device",

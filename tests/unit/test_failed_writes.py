@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import fusedopt
-from fusedopt import FusedLinear, MainGradFunction, linear
+from fusedopt import FusedLinear, MainGradFunction
+from fusedopt.layers import linear
 from tests.doubles.te_linear import TELinear
 
 BF16 = torch.bfloat16

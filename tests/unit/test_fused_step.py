@@ -14,7 +14,7 @@ from torch import nn
 from fusedopt import FusedMainGradOptimizer, backends
 from fusedopt.backends import offers
 from fusedopt.backends.offers import Adam, Offer, Sgd, Spans
-from fusedopt.fused_step import rule_of
+from fusedopt.step.fused_step import rule_of
 
 NUM_STEPS = 4
 

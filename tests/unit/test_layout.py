@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from fusedopt.layout import ALIGNMENT, ROW_NUMEL, ParamSpec, Span, intersect, plan_buckets
+from fusedopt.sharding.layout import ALIGNMENT, ROW_NUMEL, ParamSpec, Span, intersect, plan_buckets
 
 exhaustive = settings(derandomize=True, deadline=None, database=None, max_examples=150)
 

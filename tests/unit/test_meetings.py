@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedopt
-from fusedopt import channel
-from fusedopt.backward import BackwardWatch
-from fusedopt.ballot import Ballot, Meeting, Problem
-from fusedopt.channel import COPY, NUMBERED, Kind
+from fusedopt.reduction.backward_watch import BackwardWatch
+from fusedopt.reduction.votes import Ballot, Meeting, Problem
+from fusedopt.sharding import channel
+from fusedopt.sharding.channel import COPY, NUMBERED, Kind
 
 # -- who came for what
 

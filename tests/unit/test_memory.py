@@ -6,7 +6,7 @@ from torch import nn
 
 import fusedopt
 from benchmarks.memory import FORMULA, LiveTensors, measure, peak_nbytes
-from fusedopt.layout import ALIGNMENT, ROW_NUMEL
+from fusedopt.sharding.layout import ALIGNMENT, ROW_NUMEL
 
 MIB = 2**20
 SMALL_TENSORS = 64  # the norm, the found_inf flag and the counter of the last step: 0-d, 16 bytes

@@ -9,7 +9,8 @@ from lion_pytorch import Lion
 from reference import Reference
 from torch import nn
 
-from fusedopt import FusedMainGradOptimizer, sample
+from fusedopt import FusedMainGradOptimizer
+from fusedopt.buffers import sample
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES = {**LOW, "fp32": torch.float32}

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fusedopt.layout import Span
-from fusedopt.pieces import (
+from fusedopt.sharding.dcp_pieces import (
     CheckpointPiece,
     assemble_,
     checkpoint_wants,
@@ -27,6 +26,7 @@ from fusedopt.pieces import (
     to_checkpoint,
     views,
 )
+from fusedopt.sharding.layout import Span
 
 
 def numbered(shape, order):

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fusedopt
-from fusedopt.inner import InnerOptimizers
-from fusedopt.probe import find_out, shard_by
+from fusedopt.inner.optimizers import InnerOptimizers
+from fusedopt.inner.shard_probe import find_out, shard_by
 
 MATRIX = (6, 4)
 

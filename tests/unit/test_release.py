@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.memory import LiveTensors
 from fusedopt import FusedMainGradOptimizer, convert_linears
-from fusedopt import buffers as buffers_module
+from fusedopt.buffers import flat as buffers_module
 
 NORM = 4  # bytes of `grad_norm`, which an unwrapped wrapper still tells
 COMPILER_WARNINGS = ("ignore:.*is deprecated", "ignore:.*should not be instantiated", "ignore:The .grad attribute")

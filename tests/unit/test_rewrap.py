@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fusedopt import FusedMainGradOptimizer, convert_linears, holders, main_grad
+from fusedopt import FusedMainGradOptimizer, convert_linears, live_wrappers
+from fusedopt.buffers import main_grad
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -363,21 +364,21 @@ def test_holders_forget_wrappers_that_are_unwrapped_dropped_or_never_finished(mo
     net = make_net()
     inner = adamw(net)
     wrapper = FusedMainGradOptimizer(inner)
-    assert holders.find(inner) is holders.find(net[0].weight) is wrapper
-    assert holders.find(inner.param_groups[0]["params"][0]) is wrapper
+    assert live_wrappers.find(inner) is live_wrappers.find(net[0].weight) is wrapper
+    assert live_wrappers.find(inner.param_groups[0]["params"][0]) is wrapper
     wrapper.unwrap()
-    assert holders.find(inner) is None
+    assert live_wrappers.find(inner) is None
     FusedMainGradOptimizer(inner)
-    assert holders.find(net[0].weight) is None
+    assert live_wrappers.find(net[0].weight) is None
 
     def full(*_):
         raise MemoryError
 
-    monkeypatch.setattr("fusedopt.compiling.watch", full)
+    monkeypatch.setattr("fusedopt.gradients.dynamo.watch", full)
     with pytest.raises(MemoryError) as caught:
         FusedMainGradOptimizer(inner)
     del caught
-    assert holders.find(net[0].weight) is None
+    assert live_wrappers.find(net[0].weight) is None
 
 
 def test_wrapping_again_and_again_leaves_nothing_registered():

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from fusedopt import FusedMainGradOptimizer
-from fusedopt.state import FORMAT
+from fusedopt.state.state_dicts import FORMAT
 
 DTYPES = {
     "bf16": (torch.bfloat16, torch.bfloat16),

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fusedopt import FusedLinear, FusedMainGradOptimizer, main_grad
+from fusedopt import FusedLinear, FusedMainGradOptimizer
+from fusedopt.buffers import main_grad
 from tests.doubles.te_linear import TELinear
 
 AUTOGRADS = "the stream of AccumulateGrad"

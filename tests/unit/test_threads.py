@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedopt
-from fusedopt import FusedLinear, MainGradFunction, linear
+from fusedopt import FusedLinear, MainGradFunction
+from fusedopt.layers import linear
 
 BF16 = torch.bfloat16
 NUM_THREADS, NUM_WINDOWS = 4, 25

@@ -1,0 +1,359 @@
+"""One bucket's flat tensors, and per parameter where in them its gradient lives.
+
+    parameters -> layout -> [buckets] -> buffers -> arrival -> reduction -> clip -> step -> write-back -> gather
+
+Knows nothing of collectives, hooks or optimizers. Sizes are in elements, except
+where a name says ``nbytes``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedopt.buffers.main_grad import MAIN_DTYPES, hand_over, register, unregister
+from fusedopt.sharding import dtensor, layout
+from fusedopt.sharding.layout import Span
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How buckets are split over ranks.
+
+    Args:
+        shard: ``"none"``, ``"optimizer"`` or ``"gradients"``.
+        rank: of this process among ``num_shards``.
+        num_shards: equal parts of a bucket.
+    """
+
+    shard: str = "none"
+    rank: int = 0
+    num_shards: int = 1
+
+    @staticmethod
+    def of(shard: str, rank: int, num_shards: int) -> Sharding:
+        """Return the sharding of one of ``num_shards`` ranks; with one there is nothing to split."""
+        return Sharding(shard, rank, num_shards) if shard != "none" and num_shards > 1 else Sharding()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank updates only a part of every bucket."""
+        return self.shard != "none"
+
+    @property
+    def is_lending(self) -> bool:
+        """Whether whole main_grads exist only while gradients arrive."""
+        return self.shard == "gradients"
+
+
+class Bucket:
+    """The flat memory of one bucket, and the entries whose views it holds.
+
+    Args:
+        index: position among all buckets.
+        group: the parameter group it belongs to.
+        plan: from `plan_buckets`.
+        like: a parameter of the bucket; gives dtype and device.
+        sharding: which part of it this rank updates.
+        backend: a `Backend`; does the work on its tensors.
+
+    Attributes:
+        is_lending: whether whole main_grads exist only while gradients arrive (``shard="gradients"``).
+        grad: main_grad of the whole bucket, fp32 (fp64 for fp64), ``[numel]``; under ``"gradients"`` only while lent.
+        grad_part: what this rank updates with; a view of ``grad``, except under ``"gradients"``, where it is a tensor
+            of its own.
+        main: main_params of this rank's part, where the model is bf16 or fp16.
+        model: model parameters of the whole bucket, under a shard.
+        domain: over which ranks its elements lie, beside data-parallel ones (DTensor parameters); else None.
+        is_dirty: whether a gradient arrived that was not sent to other ranks yet.
+        is_fresh: whether the next reduction overwrites ``grad_part``: it was cleared (``"gradients"`` only).
+        is_divided: whether ``grad_part`` holds a mean that was kept over a step, not a sum (``"gradients"`` only).
+        is_settled: whether its reduction came back, and was added, before ranks met.
+        num_awaited, last_arrival: arrivals still to come in this backward, by experience, and the last one's number.
+    """
+
+    def __init__(
+        self, index: int, group: int, plan: layout.Bucket, like: Tensor, sharding: Sharding, backend: Any
+    ) -> None:
+        self.index = index
+        self.group = group
+        self.plan = plan
+        self.entries: list[Any] = []  # of `buffers.Entry`
+        self.backend = backend
+        self.domain = dtensor.domain_of(like)
+        self.dtype = MAIN_DTYPES[like.dtype]
+        self.device = like.device
+        self.span = plan.shard_span(sharding.rank) if sharding.is_sharded else Span(0, plan.numel)
+        self.is_lending = sharding.is_lending
+        self.grad: Tensor | None = None
+        if self.is_lending:
+            self.grad_part = self.zeros(self.span.numel)
+        else:
+            self.grad = self.zeros(plan.numel)
+            self.grad_part = self.grad[self.span.start : self.span.end]
+        self.main = self.zeros(self.span.numel) if self.dtype is not like.dtype else None
+        self.model = torch.zeros(plan.numel, dtype=like.dtype, device=like.device) if sharding.is_sharded else None
+        self.is_dirty = False
+        self.is_fresh = self.is_lending
+        self.is_divided = False
+        self.is_settled = False
+        self.num_awaited = 0
+        self.last_arrival = 0
+        self._seen_version = 0
+
+    def zeros(self, numel: int) -> Tensor:
+        """Return ``numel`` zeros of main_grad's dtype, on the bucket's device."""
+        return torch.zeros(numel, dtype=self.dtype, device=self.device)
+
+    def note_version(self) -> None:
+        """Note that main_grads were last written by a backward, or by fusedopt; see `was_written`."""
+        self._seen_version = self.grad._version if self.grad is not None else 0
+
+    def was_written(self) -> bool:
+        """Return whether a main_grad was written in place since `note_version`; views share one version."""
+        return self.grad is not None and self.grad._version != self._seen_version
+
+    def owns(self, start: int) -> bool:
+        """Return whether an empty parameter that lies at ``start`` is this rank's; the last rank has the end."""
+        return self.span.start <= start < self.span.end or start == self.span.end == self.plan.numel
+
+    def lend(self) -> Tensor:
+        """Return the whole gradient buffer, making one of zeros where there is none."""
+        if self.grad is None:
+            self.grad = self.zeros(self.plan.numel)
+        return self.grad
+
+    def take_back(self) -> Tensor | None:
+        """Take the lent gradient buffer, if there is one: ``.grad`` and ``main_grad`` of its parameters become None."""
+        grad, self.grad = self.grad, None
+        if grad is not None:
+            for entry in self.entries:
+                entry.slot.forget(entry.param)
+        return grad
+
+    def release(self) -> None:
+        """Let go of all memory at once, whoever still holds the bucket; it and its entries hold each other."""
+        self.entries.clear()
+        self.grad = self.main = self.model = None
+        self.grad_part = self.zeros(0)
+
+    def nbytes(self) -> dict[str, int]:
+        """Return bytes by kind, as allocated."""
+        grad = self.grad_part.nbytes if self.is_lending else 0
+        return {
+            "main_grad": grad + (self.grad.nbytes if self.grad is not None else 0),
+            "main_param": self.main.nbytes if self.main is not None else 0,
+        }
+
+
+class Slot:
+    """Where the gradient of one parameter lives, and what the parameter must still look like.
+
+    Holds no reference to the parameter: the parameter's hook holds the slot, and torch cannot
+    collect a cycle that goes through a hook.
+
+    Args:
+        name: of the parameter, for messages.
+        param: read here, not kept.
+        bucket: holds its main_grad: fp32 (fp64 for fp64), the parameter's shape, strides where dense.
+        start: where in the bucket.
+        is_fsdp: whether FSDP2 reduces its gradients, and hangs them up in the parameter's dtype.
+
+    Attributes:
+        shape, strides, numel: of the part of the parameter that this rank holds; of a plain one, of all of it.
+        main_grad: what hangs on the parameter, placed as it is; ``local_grad``: its local part, the same for a plain
+            parameter.
+        is_share: of a DTensor parameter: main_grad holds a share, to be summed over its replicas before the step.
+        is_reduced: under ``shard="gradients"``: whether it received a gradient, on any rank, since the last clear.
+        num_fires, expected_fires: of the parameter's hook, in this backward and in the last one that reduced.
+    """
+
+    __slots__ = (
+        "_bucket",
+        "_whole_shape",
+        "address",
+        "device",
+        "dtype",
+        "expected_fires",
+        "index",
+        "is_fsdp",
+        "is_reduced",
+        "is_share",
+        "local_grad",
+        "main_grad",
+        "name",
+        "num_fires",
+        "numel",
+        "shape",
+        "start",
+        "strides",
+    )
+
+    def __init__(self, name: str, param: Tensor, bucket: Bucket, start: int, *, is_fsdp: bool = False) -> None:
+        self.name = name
+        self.is_fsdp = is_fsdp
+        self.shape = dtensor.local_of(param).shape
+        self.strides = dtensor.strides_of(param)
+        self.numel = self.shape.numel()
+        self._whole_shape = param.shape
+        self.dtype = param.dtype
+        self.device = param.device
+        self.start = start
+        self.index = bucket.index
+        self.is_reduced = self.is_share = False
+        self.num_fires, self.expected_fires = 0, 1
+        self._bucket = weakref.ref(bucket)
+        self.main_grad: Tensor | None = None
+        self.local_grad: Tensor | None = None
+        self.address = 0
+
+    def lend(self, param: Tensor) -> Tensor:
+        """Return main_grad, a view of the bucket; made and attached to ``param`` where there is none."""
+        if self.main_grad is None:
+            bucket = self._bucket()
+            if bucket is None:
+                raise RuntimeError(f"parameter {self.name} was unwrapped while a gradient arrived for it")
+            self.local_grad = bucket.lend().as_strided(self.shape, self.strides, self.start)
+            self.address = self.local_grad.data_ptr()
+            placements = dtensor.share_placements(param) if self.is_share else None
+            self.main_grad = dtensor.like(param, self.local_grad, placements)
+            register(param, self.main_grad, bucket.backend, self.name)
+        return self.main_grad
+
+    def refuse_unseen_write(self, grad: Tensor | None) -> None:
+        """Raise if main_grad, which no gradient reached yet, holds one: a layer wrote into it by itself.
+
+        Looks at the bytes, since kernels count no version. Where a clear left old ones and nothing arrives, they are
+        zeroed for the next time. Synchronises, but only at first arrivals, and those without a gradient.
+
+        Args:
+            grad: what arrives; None where a Function returned None.
+        """
+        main_grad, local = self.main_grad, self.local_grad
+        # On several ranks, an arrival that was not expected may find what the others sent, not hung up yet.
+        is_expected = self.num_fires == 0 and self.expected_fires == 1
+        if main_grad is None or local is None or not is_expected or _is_capturing(local):
+            return
+        if main_grad.is_zero and _holds_gradient(local, grad):  # type: ignore[attr-defined]
+            local.zero_()
+            raise RuntimeError(
+                f"something other than autograd added to the main_grad of parameter {self.name}: a layer in the style "
+                "of Megatron-LM (`weight.main_grad.add_(...)`), for one. fusedopt cannot know whether it added to a "
+                "sum or to old bytes, and would lose it or count it twice; what was there is dropped. Let the layer's "
+                "backward return fusedopt.MainGradFunction.add_to_main_grad(ctx, weight, grad), or its gradient, and "
+                "not write into main_grad"
+            )
+        if grad is None:
+            local.zero_()
+            main_grad.is_zero = True  # type: ignore[attr-defined]
+
+    def expect_share(self, param: Tensor) -> None:
+        """Place main_grad as gradients of which each replica of ``param`` holds a share; not while it hangs."""
+        self._place(param, dtensor.share_placements(param))
+        self.is_share = True
+
+    def end_share(self, param: Tensor) -> None:
+        """Place main_grad as ``param`` again: its shares were summed, or cleared; `.grad` follows."""
+        hangs = param.grad is not None and param.grad is self.main_grad
+        self._place(param, None)
+        self.is_share = False
+        if hangs:
+            param.grad = self.main_grad
+
+    def _place(self, param: Tensor, placements: Any) -> None:
+        if self.main_grad is not None and self.local_grad is not None:
+            before, self.main_grad = self.main_grad, dtensor.like(param, self.local_grad, placements)
+            hand_over(before, self.main_grad, param)
+
+    def takes_share(self) -> bool:
+        """Return whether what is there is nothing, or shares, too."""
+        bucket = self._bucket()
+        return bucket is None or not bucket.is_lending or bucket.is_fresh or self.is_share
+
+    def release(self) -> None:
+        """Let go of main_grad, which the parameter was rid of."""
+        if self.main_grad is not None:
+            unregister(self.main_grad)
+        self.main_grad = self.local_grad = None
+
+    def forget(self, param: Tensor) -> None:
+        """Give a lent main_grad back: ``.grad`` and ``main_grad`` become None."""
+        if self.main_grad is not None:
+            unregister(self.main_grad)
+            if param.grad is self.main_grad:
+                param.grad = None
+            param.main_grad = self.main_grad = self.local_grad = None  # type: ignore[attr-defined]
+
+    @property
+    def num_first_touches(self) -> int:
+        """How often main_grad was claimed: by a gradient that arrived where ``.grad`` was not main_grad."""
+        return 0 if self.main_grad is None else self.main_grad.num_first_touches  # type: ignore[attr-defined]
+
+    def holds(self, param: Tensor) -> bool:
+        """Return whether ``param`` and its main_grad still are what they were when wrapped."""
+        return (
+            getattr(param, "main_grad", None) is self.main_grad
+            and (self.main_grad is None or dtensor.local_of(self.main_grad).data_ptr() == self.address)
+            and param.dtype is self.dtype
+            and param.shape == self._whole_shape
+            and param.device == self.device
+        )
+
+    def check(self, param: Tensor) -> None:
+        """Raise if ``param`` or its main_grad were replaced, moved, cast or resized.
+
+        Raises:
+            RuntimeError: naming the parameter, what was found, and the remedy.
+        """
+        if self.holds(param):
+            return
+        if param.shape != self._whole_shape:
+            raise RuntimeError(
+                f"parameter {self.name} has shape {tuple(param.shape)} but had {tuple(self._whole_shape)} when it was "
+                "wrapped; its buffers do not fit. Call unwrap(), resize (resize_token_embeddings, for one), make a "
+                "new inner optimizer from the resized model, and wrap that"
+            )
+        if param.dtype is not self.dtype or param.device != self.device:
+            raise RuntimeError(
+                f"parameter {self.name} is {param.dtype} on {param.device} but was {self.dtype} on {self.device} "
+                "when it was wrapped: model.half(), .bfloat16(), .float() or .to() ran after wrapping. "
+                "Call unwrap(); cast and move the model first, make and wrap the optimizer after"
+            )
+        if self.main_grad is not None and dtensor.local_of(self.main_grad).data_ptr() != self.address:
+            raise RuntimeError(
+                f"the main_grad of parameter {self.name} has left its bucket (it is {self.main_grad.dtype} on "
+                f"{self.main_grad.device} now): model.half(), .bfloat16() or .to() carried it away after wrapping. "
+                "Call unwrap(); cast and move the model first, make and wrap the optimizer after"
+            )
+        found = "missing" if getattr(param, "main_grad", None) is None else "another tensor"
+        raise RuntimeError(
+            f"the main_grad of parameter {self.name} is {found}: something rebound or deleted `param.main_grad`. "
+            "Write into it in place (`param.main_grad.copy_(...)`), or assign `param.grad`, which is taken over"
+        )
+
+
+def _holds_gradient(held: Tensor, grad: Tensor | None) -> bool:
+    """Return whether a layer wrote into ``held``, which were zero; ``grad`` is what autograd delivers beside it.
+
+    Beside a gradient, one constant or nan counts for nothing unless it is that gradient: it is what people fill buffers
+    with, to see that old bytes do not matter.
+    """
+    if not held.numel():
+        return False
+    low, high = held.aminmax()
+    if grad is None:
+        return bool((low != 0) | (high != 0))
+    delivered = dtensor.local_of(grad)
+    if delivered.data_ptr() == held.data_ptr():  # an alias that was hung on `.grad` by hand
+        return False
+    if bool(low < high):
+        return bool(low.isfinite() & high.isfinite())
+    return bool(low != 0) and torch.equal(held, delivered)
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,1 @@
+"""From what autograd delivers to a complete, clipped gradient."""

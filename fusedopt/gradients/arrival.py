@@ -1,0 +1,213 @@
+"""Fold what autograd delivers into main_grad and keep ``param.grad is param.main_grad``.
+
+    parameters -> layout -> buffers -> [arrival] -> reduction -> clip -> step -> write-back -> gather
+
+One mechanism: ``param.grad_dtype`` is main_grad's dtype, so the engine casts every
+contribution before it sums; a post-accumulate hook, the first of the parameter's,
+copies the first gradient after a clear into main_grad and hangs that on ``.grad``;
+from then on autograd adds into main_grad in place and the hook only looks.
+
+Knows nothing of what happens to a complete bucket.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fusedopt.buffers import threads
+from fusedopt.buffers.bucket import Slot
+from fusedopt.buffers.flat import Buffers, Entry
+from fusedopt.buffers.main_grad import claim, follow_writer, refuse_gradient
+from fusedopt.checks import refuse_ddp
+from fusedopt.sharding import dtensor
+
+Listener = Callable[[Slot], None]
+
+
+class Door:
+    """What the hooks of one wrapper share.
+
+    Args:
+        listener: a bound method that is told of every arrival; held weakly, since torch cannot collect a cycle
+            that goes through a hook.
+    """
+
+    def __init__(self, listener: Listener | None) -> None:
+        self._listener = weakref.WeakMethod(listener) if listener is not None else None
+        self._has_searched = False
+        self.num_arrivals = 0
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether nobody asks for gradients before the step, which takes over those that are not in main_grad yet."""
+        return self._listener is None
+
+    def refuse_ddp(self, param: Tensor) -> None:
+        """Raise if a live DDP module, made after wrapping, holds ``param``; looks once, at the first arrival."""
+        if not self._has_searched:
+            refuse_ddp([param])
+            self._has_searched = True
+
+    def tell(self, slot: Slot) -> None:
+        """Tell the listener that a backward is done with the parameter of ``slot``."""
+        self.num_arrivals += 1
+        listener = self._listener() if self._listener is not None else None
+        if listener is not None:
+            listener(slot)
+
+
+def arrive(door: Door, slot: Slot, param: Tensor) -> None:
+    """Fold what autograd left on ``param.grad``, then tell the listener."""
+    fold(door, slot, param)
+    door.tell(slot)
+
+
+def arrive_on_cpu(door: Door, slot: Slot, param: Tensor) -> None:
+    """Do the same where each backward runs in its caller's thread, so that several may run at once."""
+    threads.arrived(door)
+    arrive(door, slot, param)
+
+
+def fold(door: Door, slot: Slot, param: Tensor) -> None:
+    """Take ``param.grad`` over into main_grad, so that ``param.grad is param.main_grad``.
+
+    Args:
+        door: shared by the parameters of one wrapper.
+        slot: of the parameter.
+        param: its ``.grad`` may be main_grad itself, a new gradient of main_grad's dtype, one that the
+            user set by hand, or None.
+
+    Raises:
+        RuntimeError: if the parameter or main_grad is not what it was when wrapped, or the gradient
+            is part of a graph (``create_graph=True``), or a layer added to main_grad itself. The sum of earlier
+            micro-batches is kept.
+        TypeError: for a sparse or complex gradient.
+    """
+    grad, main_grad = param.grad, slot.main_grad
+    if grad is None:  # a Function returned None
+        if main_grad is not None:
+            _refuse_unseen_write(slot, None)
+        return
+    if main_grad is not None:
+        follow_writer(main_grad, will_write=False)
+    if grad is main_grad:  # autograd added in place
+        main_grad.is_zero = False  # type: ignore[attr-defined]  # hung there by hand, perhaps
+        if grad.data_ptr() != slot.address or getattr(param, "main_grad", None) is not main_grad:
+            slot.check(param)
+        return
+    door.refuse_ddp(param)
+    slot.check(param)
+    refuse_gradient(param, grad, name=slot.name, is_fsdp=slot.is_fsdp)
+    if main_grad is not None and main_grad.is_zero:  # type: ignore[attr-defined]
+        _refuse_unseen_write(slot, grad)
+    if dtensor.is_dtensor(param):
+        _place(slot, param, grad)
+    if grad.is_cuda or not door.may_wait or torch._C._current_graph_task_id() < 0:
+        claim(param)
+    else:
+        with threads.lock:
+            if not threads.is_alone():
+                return  # it stays with torch, which adds to it under a lock, until a later arrival or the step
+            claim(param)
+    follow_writer(param.main_grad, will_write=False)  # type: ignore[attr-defined]
+
+
+def _refuse_unseen_write(slot: Slot, grad: Tensor | None) -> None:
+    with threads.lock:  # no other backward begins meanwhile; one that ran already may have written
+        if threads.has_been_alone():
+            slot.refuse_unseen_write(grad)
+
+
+def _place(slot: Slot, param: Tensor, grad: Tensor) -> None:
+    slot.lend(param)
+    if dtensor.is_share(grad, param) and slot.takes_share():
+        if not slot.is_share:
+            slot.expect_share(param)
+    elif slot.is_share:
+        slot.end_share(param)
+
+
+class Arrival:
+    """The hooks of one wrapper.
+
+    Args:
+        buffers: whose entries are watched.
+        listener: told of every arrival, see `Door`.
+    """
+
+    def __init__(self, buffers: Buffers, listener: Listener | None = None) -> None:
+        self._buffers = buffers
+        self._door = Door(listener)
+        self._handles: dict[int, RemovableHandle] = {}
+
+    @property
+    def num_arrivals(self) -> int:
+        """How many gradients arrived so far, over all parameters and backwards."""
+        return self._door.num_arrivals
+
+    def watch(self, entries: Sequence[Entry]) -> None:
+        """Fold every gradient that arrives for ``entries`` from now on."""
+        threads.watch()
+        for entry in entries:
+            hook = arrive_on_cpu if entry.slot.device.type == "cpu" else arrive
+            self._hook_first(entry.param, functools.partial(hook, self._door, entry.slot))
+
+    def watch_frozen(self, name: str, param: nn.Parameter) -> None:
+        """Raise, by name, if a gradient arrives for a parameter that had no buffers because it was frozen."""
+        if not param.dtype.is_floating_point:
+            return  # can never require a gradient
+        param.requires_grad_(True)  # torch hooks only such tensors, and keeps the hook afterwards
+        self._hook_first(param, functools.partial(_refuse_unfrozen, name))
+        param.requires_grad_(False)
+
+    def unwatch(self, param: nn.Parameter) -> None:
+        """Remove the hook of ``param``."""
+        self._handles.pop(id(param)).remove()
+
+    def adopt(self) -> list[Entry]:
+        """Take over gradients that were set by hand since the last arrival; each is an arrival of its own.
+
+        Returns:
+            Those that have no gradient.
+        """
+        absent = []
+        for entry in self._buffers.entries:
+            grad = entry.param.grad
+            if grad is None:
+                if not entry.slot.is_reduced:
+                    absent.append(entry)
+            elif grad is not entry.slot.main_grad:
+                with torch.no_grad():
+                    arrive(self._door, entry.slot, entry.param)
+            else:
+                grad.is_zero = False  # type: ignore[attr-defined]  # hung there by hand, perhaps
+        return absent
+
+    def release(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _hook_first(self, param: nn.Parameter, hook: functools.partial[None]) -> None:
+        # Users' hooks, also those registered before wrapping, see `.grad is main_grad`: ours runs first.
+        # torch walks the plain dict order, which OrderedDict.move_to_end() does not change.
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        hooks = param._post_accumulate_grad_hooks
+        for key in [key for key in hooks if key != handle.id]:
+            hooks[key] = hooks.pop(key)
+        self._handles[id(param)] = handle
+
+
+def _refuse_unfrozen(name: str, param: Tensor) -> None:
+    param.grad = None
+    raise RuntimeError(
+        f"a gradient arrived for parameter {name}, which was frozen when the optimizer was wrapped and has no "
+        "main_grad yet. Call optimizer.zero_grad() after requires_grad_(True) and before the next backward"
+    )

@@ -1,0 +1,1 @@
+"""What is known of, and done to, the wrapped optimizers."""

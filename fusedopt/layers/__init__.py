@@ -1,0 +1,1 @@
+"""Layers that add weight gradients to main_grad themselves."""

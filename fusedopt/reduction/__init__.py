@@ -1,0 +1,1 @@
+"""Gradients to the sum over ranks, parameters back to all of them."""

@@ -1,0 +1,1 @@
+"""Which rank holds what, and how ranks talk: layouts, groups, collectives, DTensors."""

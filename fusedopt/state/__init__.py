@@ -1,0 +1,1 @@
+"""What outlives a step: state dicts, copies, the whole on one rank."""

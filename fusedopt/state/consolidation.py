@@ -1,0 +1,250 @@
+"""Put the parts of a sharded state together on one rank.
+
+    ... -> step -> write-back -> gather -> [checkpoint]
+
+First all ranks learn what each of them has, tensors left out; from that every rank knows the same list of transfers.
+Then tensors travel one by one, as bytes, and land in their place: beside the result there is never more than one.
+
+Knows nothing of optimizers or of the form of a state dict beyond `parts.label`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedopt.inner.plain import find_objects
+from fusedopt.sharding.comm import DataParallelGroup
+from fusedopt.sharding.dcp_pieces import assemble_
+from fusedopt.sharding.layout import Span
+from fusedopt.sharding.local_state import Cut, labelled
+
+_Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    """One tensor of one rank: a slice of what is whole nowhere, or whole where ``span`` is None."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    span: Span | None = None
+
+
+@dataclass(frozen=True)
+class _Sealed:
+    """An object with all that is in it; its tensors arrive on the CPU."""
+
+    raw: bytes
+
+    @staticmethod
+    def of(value: Any) -> _Sealed:
+        file = io.BytesIO()
+        torch.save(value, file)
+        return _Sealed(file.getvalue())
+
+    def open(self) -> Any:
+        return torch.load(io.BytesIO(self.raw), map_location="cpu", weights_only=False)  # from a rank of this job
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What one rank sends: for every key of its state the same nested containers, with tickets for tensors."""
+
+    rank: int
+    shard_rank: int
+    to: int
+    state: dict[Any, Any]
+
+
+def consolidate(
+    comm: DataParallelGroup, state: Mapping[Any, Any], cut: Callable[[int], Cut], to: int
+) -> dict[Any, Any] | None:
+    """Return whole state on rank ``to``, on the CPU; None on the others. All ranks call it.
+
+    Args:
+        comm: the ranks.
+        state: this rank's, by position of the parameter, labelled; other keys are taken from one rank.
+        cut: gives shape and strides of a parameter.
+        to: the rank that gets it, the same everywhere.
+
+    Raises:
+        RuntimeError: if ranks have different state for one parameter, or named different ranks; on all of them.
+    """
+    with comm.together("consolidate_state_dict()"):  # an object may be one that cannot be sent
+        described = {key: _describe(value) for key, value in state.items()}
+    offers = comm.objects(_Offer(comm.rank, comm.shard_rank, to, described))
+    if {offer.to for offer in offers} != {to}:
+        raise RuntimeError(
+            f"consolidate_state_dict: ranks named different ones, {[offer.to for offer in offers]}; name the same `to`"
+        )
+    senders: dict[int, _Offer] = {}  # of the replicas of a part, the rank that wants it, or else the first
+    for offer in [offers[to], *offers]:
+        senders.setdefault(offer.shard_rank, offer)
+    keys = {key: None for offer in offers for key in offer.state}
+    plans = {key: _Plan(key, [o for o in senders.values() if key in o.state], cut) for key in sorted(keys, key=_order)}
+    mail = _Mail(comm, state, to)
+    whole = {key: plan.carry_out(mail) for key, plan in plans.items()}
+    return whole if comm.rank == to else None
+
+
+def check_alike(comm: DataParallelGroup, others: Mapping[int, Mapping[Any, Any]]) -> None:
+    """Raise if state under keys that are no parameters differs between ranks: which one is right, nobody knows.
+
+    Args:
+        comm: the ranks, which all call it.
+        others: by number of the inner optimizer.
+
+    Raises:
+        RuntimeError: naming the keys, on all ranks.
+    """
+    keys = [key for values in others.values() for key in values]
+    if len(set(comm.objects(_digest(others)))) > 1:
+        raise RuntimeError(
+            f"consolidate_state_dict: an inner optimizer keeps state under {sorted(map(str, keys))}, which are no "
+            "parameters, and it differs between ranks. Save every rank's own optimizer.state_dict() and load it on the "
+            "same rank"
+        )
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, Tensor):
+        raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return f"{value.dtype}{tuple(value.shape)}{hashlib.sha256(raw).hexdigest()}"
+    if isinstance(value, Mapping):
+        return repr([(repr(key), _digest(item)) for key, item in value.items()])
+    return repr([_digest(item) for item in value]) if type(value) in (list, tuple) else repr(value)
+
+
+def _order(key: Any) -> tuple[bool, Any]:
+    return (False, key) if isinstance(key, int) else (True, str(key))
+
+
+def _describe(value: Any) -> Any:
+    found = labelled(value)
+    if found is not None:
+        return _Ticket(tuple(found[1].shape), found[1].dtype, found[0])
+    if isinstance(value, Tensor):
+        return _Ticket(tuple(value.shape), value.dtype)
+    if type(value) in (dict, OrderedDict):
+        return {key: _describe(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_describe, value))
+    return _Sealed.of(value) if any(find_objects(value, "")) else value
+
+
+def _tickets(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, _Ticket]]:
+    if isinstance(value, _Ticket):
+        yield path, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tickets(item, (*path, key))
+
+
+def _at(value: Any, path: _Path) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+class _Plan:
+    """How the state under one key is put together; the same on all ranks.
+
+    Args:
+        key: position of the parameter, or another key.
+        offers: of the ranks that have some of it; at least one.
+        cut: see `consolidate`.
+    """
+
+    def __init__(self, key: Any, offers: list[_Offer], cut: Callable[[int], Cut]) -> None:
+        self._key = key
+        self._cut = cut
+        self._tickets = {offer.rank: dict(_tickets(offer.state[key])) for offer in offers}
+        # The rank with most elements decides what is a slice: in a part of one element everything looks like one.
+        sizes = {
+            offer.rank: sum(t.span.numel for t in self._tickets[offer.rank].values() if t.span) for offer in offers
+        }
+        self._leader = max(offers, key=lambda offer: sizes[offer.rank])
+        for path, ticket in self._tickets[self._leader.rank].items():
+            if ticket.span is not None:
+                self._check(path, ticket)
+
+    def _check(self, path: _Path, ticket: _Ticket) -> None:
+        found = {rank: tickets.get(path) for rank, tickets in self._tickets.items()}
+        spans = sorted((t.span.start, t.span.end) for t in found.values() if t is not None and t.span is not None)
+        ends = [0, *(end for _, end in spans)]
+        numel = math.prod(self._cut(self._key).shape)
+        covers = [start for start, _ in spans] == ends[:-1] and ends[-1] == numel
+        if not covers or any(t is None or t.dtype is not ticket.dtype for t in found.values()):
+            raise RuntimeError(
+                f"consolidate_state_dict: {path} of parameter number {self._key} is {found} on ranks {list(found)}; "
+                "needed are parts of one tensor. Make the same steps on all ranks, and load state on all of them"
+            )
+
+    def carry_out(self, mail: _Mail) -> Any:
+        return self._fill(self._leader.state[self._key], (), mail)
+
+    def _fill(self, value: Any, path: _Path, mail: _Mail) -> Any:
+        if isinstance(value, _Ticket):
+            return self._fetch(value, path, mail)
+        if isinstance(value, dict):
+            return {key: self._fill(item, (*path, key), mail) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._fill(item, (*path, i), mail) for i, item in enumerate(value))
+        return value.open() if isinstance(value, _Sealed) else value
+
+    def _fetch(self, ticket: _Ticket, path: _Path, mail: _Mail) -> Tensor | None:
+        where = (self._key, *path)
+        if ticket.span is None:
+            return mail.deliver(where, self._leader.rank, ticket)
+        cut = self._cut(self._key)
+        # Contiguous, whatever the parameter is: torch's broadcast_from_rank0 mixes up elements of other strides.
+        whole = torch.empty(cut.shape, dtype=ticket.dtype) if mail.is_addressee else None
+        for rank, tickets in self._tickets.items():
+            piece = mail.deliver(where, rank, tickets[path])
+            if whole is not None and piece is not None:
+                span = tickets[path].span or Span(0, 0)
+                assemble_(whole, piece, cut.strides, span)
+        return whole
+
+
+class _Mail:
+    """Carries tensors to one rank.
+
+    Args:
+        comm: the ranks.
+        state: this rank's own.
+        to: the rank they are for.
+    """
+
+    def __init__(self, comm: DataParallelGroup, state: Mapping[Any, Any], to: int) -> None:
+        self._comm = comm
+        self._state = state
+        self._to = to
+        self.is_addressee = comm.rank == to
+
+    def deliver(self, where: _Path, rank: int, ticket: _Ticket) -> Tensor | None:
+        """Return, on the rank they are for, the tensor that ``rank`` has there; None on the others."""
+        if self._comm.rank not in (rank, self._to):
+            return None
+        if self._comm.rank != rank:
+            tensor = torch.empty(ticket.shape, dtype=ticket.dtype)
+            if tensor.numel():
+                self._comm.receive_bytes(tensor.view(-1).view(torch.uint8), rank)
+            return tensor
+        value = _at(self._state, where)
+        found = labelled(value)
+        tensor = (found[1] if found is not None else value).detach()
+        if rank == self._to:
+            return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        if tensor.numel():
+            self._comm.send_bytes(tensor.cpu().contiguous().view(-1).view(torch.uint8), self._to)
+        return None

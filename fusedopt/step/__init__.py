@@ -1,0 +1,1 @@
+"""One update: complete gradients in, new model parameters out."""

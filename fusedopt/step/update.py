@@ -1,0 +1,117 @@
+"""One update: complete gradients in, new model parameters out.
+
+    parameters -> layout -> buffers -> arrival -> reduction -> [clip -> inner step -> write-back] -> gather
+
+Knows nothing of windows, state dicts or where gradients come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fusedopt.buffers.flat import Buffers
+from fusedopt.gradients.clip import Clip
+from fusedopt.inner.listing import Group
+from fusedopt.inner.optimizers import InnerOptimizers
+from fusedopt.reduction.parameter_gather import Gather
+from fusedopt.step.closures import Closures
+from fusedopt.step.fused_step import FusedSteps
+
+
+class Update:
+    """Clip, step the inner optimizers on main_params, round these into the model.
+
+    Args:
+        inner: the wrapped optimizers.
+        buffers: gradients and main_params.
+        clip: decides whether a step is taken, and scales.
+        gather: brings what other ranks updated.
+        closures: steps with a closure that inner optimizers evaluate themselves.
+    """
+
+    def __init__(
+        self, inner: InnerOptimizers, buffers: Buffers, clip: Clip, gather: Gather, closures: Closures
+    ) -> None:
+        self._inner = inner
+        self._buffers = buffers
+        self._clip = clip
+        self._gather = gather
+        self._closures = closures
+        self._fused_steps = FusedSteps(buffers)
+
+    def begin(self, groups: Sequence[Group]) -> bool:
+        """Bring hyper-parameters and main_params up to date with what was changed from outside.
+
+        Returns:
+            Whether weights had been changed in a way that torch does not see, see `Buffers.take_over`.
+
+        Raises:
+            RuntimeError: naming a hyper-parameter that was changed on both sides.
+        """
+        self._gather.finish()
+        self._inner.agree(groups)
+        return self._buffers.take_over()
+
+    def apply(self, groups: Sequence[Group], *, num_addends: int = 1, may_overlap: bool = True) -> None:
+        """Update once with the gradients as they stand, or leave parameters and state as they are.
+
+        Args:
+            groups: the outer ones; receive what inner optimizers write into theirs.
+            num_addends: of each gradient, which is a sum; the update is with their mean.
+            may_overlap: gathers may finish later, see `Gather`.
+        """
+        if self._runs_on_device():
+            grad_scale, found_inf = self._clip.on_device(num_addends)
+            self._step(grad_scale, found_inf)
+        else:
+            self._clip.average(num_addends)
+            if not self._clip.on_host(self._clip.nonfinite):
+                return
+            self._step()
+        self._buffers.write_back(done=self._fused_steps.take_written())
+        self._gather.start(may_overlap=may_overlap)
+        self._inner.agree(groups)
+
+    def _step(self, grad_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+        self._buffers.is_stepping = True
+        self._inner.step(
+            self._buffers.entries, grad_scale=grad_scale, found_inf=found_inf, instead=self._fused_steps.step
+        )
+
+    def apply_by_closure(
+        self,
+        groups: Sequence[Group],
+        evaluate: Callable[[], Any],
+        num_addends: Callable[[], int],
+        *,
+        is_merging: bool,
+        may_overlap: bool = True,
+    ) -> Any:
+        """Update with inner optimizers that evaluate a closure themselves; see `Closures.step`."""
+        result = self._closures.step(evaluate, num_addends, is_merging=is_merging)
+        self._gather.start(may_overlap=may_overlap)
+        self._inner.agree(groups)
+        return result
+
+    def switch(self, groups: Sequence[Group], method: str) -> None:
+        """Call ``train`` or ``eval`` on the inner optimizers that have it, and refresh the model."""
+        has_it = self._inner.has(method)
+        if method == "train" and not has_it:  # a Trainer calls it before every micro-batch; gathers are to overlap
+            return
+        self.begin(groups)
+        if has_it:
+            self._inner.call(method)
+            self._buffers.write_back(everything=True)
+            self._gather.start(may_overlap=False)
+            self._inner.agree(groups)
+
+    def _runs_on_device(self) -> bool:
+        return (
+            self._clip.nonfinite == "skip"
+            and self._inner.takes_found_inf
+            # SGD(fused=True) leaves an uninitialised momentum behind when its first step is skipped on the device.
+            and not self._inner.would_create_state()
+        )
