@@ -8,6 +8,7 @@ Wires the other files; the work is theirs. Knows nothing of Hugging Face or of m
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from fusedopt import backends, live_wrappers
 from fusedopt.buffers.bucket import Sharding
@@ -273,31 +275,51 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         self._reduction.note_versions()
 
     def _finish_window(self, num_micro_batches: int, *, is_early: bool = False) -> None:
-        # What one rank must refuse, all refuse; the window stays.
-        with self._reduction.meeting(Kind.STEP, num_micro_batches) as meeting:
+        """Make one update: the diagram at the top of this file, from main_grad on."""
+
+        def prepare() -> bool:
             self._prepare()
             if is_early:
                 self._window.check_flush(self._arrival.num_arrivals)
-            meeting.note = self._update.begin(self.param_groups)
-        self._adoption.let_go()
-        if meeting.note and self._comm.world_size > 1:  # an edit that shows in one rank's part may not in another's
-            self._buffers.take_over_unseen()
+            return self._update.begin(self.param_groups)
+
+        self._reduce(Kind.STEP, num_micro_batches, prepare)
         try:
             for max_norm, norm_type in self._window.clips:
                 self._clip_mean(max_norm, norm_type, num_micro_batches)
-            num_addends = 1 if self._window.is_averaged else self._num_addends(num_micro_batches)
-            may_overlap = not dynamo.has_traced()
-            self._update.apply(self.param_groups, num_addends=num_addends, may_overlap=may_overlap)
+            scaling = self._update.clip(self._num_addends(num_micro_batches))
+            if scaling is not None:
+                self._update.step(scaling)
+                self._update.write_back()
+                self._update.gather(self.param_groups, may_overlap=not dynamo.has_traced())
         finally:
             self._window.end(self._arrival.num_arrivals)
             self._reduction.window_ended()
+
+    def _reduce(self, kind: Kind, num_micro_batches: int, prepare: Callable[[], bool]) -> bool:
+        """Prepare, and make gradients the sum over ranks. What one rank must refuse, all refuse; the window stays.
+
+        Args:
+            kind: where this rank is.
+            num_micro_batches: whose gradients these are.
+            prepare: checks, and brings all up to date, before anything is reduced.
+
+        Returns:
+            What ``prepare`` returned: whether it was true on any rank.
+        """
+        with record_function("fusedopt.reduce"):
+            noted = self._reduction.meet(kind, num_micro_batches, prepare)
+        self._adoption.let_go()
+        if kind is Kind.STEP and noted and self._comm.world_size > 1:
+            self._buffers.take_over_unseen()  # an edit that shows in one rank's part may not in another's
+        return noted
 
     def _clip_mean(self, max_norm: float, norm_type: float, num_micro_batches: int) -> Tensor:
         """Clip the mean of a whole window, and return its norm before."""
         num_addends = 1
         if self._buffers.sharding.is_sharded:  # sums stay sums until the step: gradients may still arrive
             num_addends = self._num_addends(num_micro_batches)
-        elif not self._window.is_averaged and self._num_addends(num_micro_batches) != 1:
+        elif self._num_addends(num_micro_batches) != 1:
             self._clip.average(self._num_addends(num_micro_batches))
             self._window.averaged(self._arrival.num_arrivals)
         norm = self._clip.measure(norm_type) / num_addends
@@ -307,17 +329,22 @@ class FusedMainGradOptimizer(StatefulOptimizer):
 
     def _num_addends(self, num_micro_batches: int) -> int:
         """Return what sums are divided by, once: ranks, where those were summed, and averaged micro-batches."""
+        if self._window.is_averaged:
+            return 1
         num_ranks = self._comm.world_size if self._buffers.sharding.is_sharded else 1
         return num_ranks * (num_micro_batches if self._window.is_merging and self.config.gradient_average else 1)
 
     def _step_by_closure(self, closure: Closure) -> Any:
         is_merging, is_sharded = self._window.is_merging, self._buffers.sharding.is_sharded
 
+        def prepare() -> bool:
+            self._prepare()
+            self._update.begin(self.param_groups)
+            return False
+
         def begin() -> None:
-            with torch.no_grad(), self._reduction.meeting(Kind.STEP):
-                self._prepare()
-                self._update.begin(self.param_groups)
-            self._adoption.let_go()
+            with torch.no_grad():
+                self._reduce(Kind.STEP, 0, prepare)
 
         def evaluate() -> Any:
             loss = _evaluate(closure)
@@ -325,7 +352,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             return loss
 
         def num_addends() -> int:
-            return 1 if self._window.is_averaged else self._num_addends(self._window.num_pending + 1)
+            return self._num_addends(self._window.num_pending + 1)
 
         if not (is_merging or is_sharded):
             begin()  # SAM begins with the gradients that stand
@@ -380,21 +407,23 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             TypeError, ValueError: naming the value, for what is no limit or no norm; nothing was changed.
             RuntimeError: as `step`.
         """
-        window = self._window
-        unscaling = self._scalers.unscaling(self._clip.found_inf)
-        with unscaling, self._reduction.meeting(Kind.CLIP, window.num_pending) as meeting:
-            max_norm, norm_type = checked_norm(max_norm, norm_type)
+        window, limit, order = self._window, math.inf, 2.0
+
+        def prepare() -> bool:
+            nonlocal limit, order
+            limit, order = checked_norm(max_norm, norm_type)
             self._prepare()
-            meeting.note = window.has_begun(self._arrival.num_arrivals)
-        self._adoption.let_go()
-        has_begun = meeting.note  # on any rank
+            return window.has_begun(self._arrival.num_arrivals)
+
+        with self._scalers.unscaling(self._clip.found_inf):
+            has_begun = self._reduce(Kind.CLIP, window.num_pending, prepare)  # on any rank
         if not window.is_merging or (window.is_last and has_begun):
             for waiting in window.clips:
                 self._clip_mean(*waiting, window.num_pending + 1)
             window.clips = []
-            return self._clip_mean(max_norm, norm_type, window.num_pending + 1)
-        window.clips.append((max_norm, norm_type))
-        return self._clip.measure(norm_type) / self._num_addends(max(1, window.num_pending + has_begun))
+            return self._clip_mean(limit, order, window.num_pending + 1)
+        window.clips.append((limit, order))
+        return self._clip.measure(order) / self._num_addends(max(1, window.num_pending + has_begun))
 
     # -- what a loop asks
 
@@ -434,9 +463,8 @@ class FusedMainGradOptimizer(StatefulOptimizer):
                 "k, and call scaler.step() and zero_grad() every k-th micro-batch"
             )
         if self._buffers.sharding.is_sharded and self._scalers.check_step(scaler):
-            unscaling = self._scalers.unscaling(self._clip.found_inf, is_step=True)
-            with torch.no_grad(), unscaling, self._reduction.meeting(Kind.CLIP, self._window.num_pending):
-                self._prepare()
+            with torch.no_grad(), self._scalers.unscaling(self._clip.found_inf, is_step=True):
+                self._reduction.meet(Kind.CLIP, self._window.num_pending, self._prepare)
 
     def memory_report(self) -> dict[str, float]:
         """Return bytes as allocated, by kind, and ``bytes_per_param``.

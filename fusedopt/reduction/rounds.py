@@ -272,12 +272,20 @@ class Reduction:
 
     # -- meeting
 
-    @contextlib.contextmanager
-    def meeting(self, kind: Kind, count: int = 0) -> Iterator[Meeting]:
-        """Run the body, then `sync`; what the body raises on one rank, all raise."""
+    def meet(self, kind: Kind, count: int, prepare: Callable[[], object]) -> bool:
+        """Call ``prepare``, then meet all ranks, which reduces what is to be reduced; see `sync`.
+
+        Args:
+            kind: where this rank is.
+            count: of micro-batches; ranks that clip or step have to agree on it.
+            prepare: what it raises on one rank, all raise, and nothing is reduced.
+
+        Returns:
+            Whether ``prepare`` returned something true, on any rank.
+        """
         meeting = Meeting(kind, count)
         try:
-            yield meeting
+            meeting.note = bool(prepare())
         except Exception as error:
             meeting.problem, meeting.weight = in_words(error), _weight_of(error)
             self.sync(meeting)
@@ -289,6 +297,7 @@ class Reduction:
             for entry in shares:
                 entry.slot.end_share(entry.param)
             self.note_versions()
+        return meeting.note
 
     def sync(self, meeting: Meeting) -> None:
         """Meet all ranks; see the top of this file. Does nothing for one rank.

@@ -50,8 +50,7 @@ class Meeting:
         count: of micro-batches; ranks that clip or step have to agree on it.
         problem: why this rank cannot go on; then the others raise, the caller does, and no gradient is changed.
         weight: what the problem costs.
-        note: set while `Reduction.meeting` runs its body: something that this rank has to tell.
-            After it: whether any rank had.
+        note: whether this rank has something to tell; after the meeting: whether any rank had.
     """
 
     kind: Kind

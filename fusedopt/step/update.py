@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.profiler import record_function
 
 from fusedopt.buffers.flat import Buffers
 from fusedopt.gradients.clip import Clip
@@ -19,6 +20,11 @@ from fusedopt.inner.optimizers import InnerOptimizers
 from fusedopt.reduction.parameter_gather import Gather
 from fusedopt.step.closures import Closures
 from fusedopt.step.fused_step import FusedSteps
+
+Scaling = tuple[Tensor | None, Tensor | None]
+"""What the inner optimizers' kernels divide gradients by, and whether they leave parameters as they are (nonzero)."""
+
+_NOTHING_LEFT: Scaling = (None, None)
 
 
 class Update:
@@ -55,31 +61,42 @@ class Update:
         self._inner.agree(groups)
         return self._buffers.take_over()
 
-    def apply(self, groups: Sequence[Group], *, num_addends: int = 1, may_overlap: bool = True) -> None:
-        """Update once with the gradients as they stand, or leave parameters and state as they are.
+    def clip(self, num_addends: int) -> Scaling | None:
+        """Bring gradients, which are sums of ``num_addends``, to their clipped mean, or leave that to the step.
+
+        Returns:
+            What the step is to do on its way; None where it must be left out.
+        """
+        with record_function("fusedopt.clip"):
+            if self._runs_on_device():
+                return self._clip.on_device(num_addends)
+            self._clip.average(num_addends)
+            return _NOTHING_LEFT if self._clip.on_host(self._clip.nonfinite) else None
+
+    def step(self, scaling: Scaling) -> None:
+        """Step the inner optimizers on main_params."""
+        grad_scale, found_inf = scaling
+        with record_function("fusedopt.step"):
+            self._buffers.is_stepping = True
+            self._inner.step(
+                self._buffers.entries, grad_scale=grad_scale, found_inf=found_inf, instead=self._fused_steps.step
+            )
+
+    def write_back(self) -> None:
+        """Round main_params into the model, where the step did not do so itself."""
+        with record_function("fusedopt.write_back"):
+            self._buffers.write_back(done=self._fused_steps.take_written())
+
+    def gather(self, groups: Sequence[Group], *, may_overlap: bool) -> None:
+        """Bring what other ranks updated, and let ``groups`` show what inner optimizers wrote into theirs.
 
         Args:
-            groups: the outer ones; receive what inner optimizers write into theirs.
-            num_addends: of each gradient, which is a sum; the update is with their mean.
+            groups: the outer ones.
             may_overlap: gathers may finish later, see `Gather`.
         """
-        if self._runs_on_device():
-            grad_scale, found_inf = self._clip.on_device(num_addends)
-            self._step(grad_scale, found_inf)
-        else:
-            self._clip.average(num_addends)
-            if not self._clip.on_host(self._clip.nonfinite):
-                return
-            self._step()
-        self._buffers.write_back(done=self._fused_steps.take_written())
-        self._gather.start(may_overlap=may_overlap)
+        with record_function("fusedopt.gather"):
+            self._gather.start(may_overlap=may_overlap)
         self._inner.agree(groups)
-
-    def _step(self, grad_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
-        self._buffers.is_stepping = True
-        self._inner.step(
-            self._buffers.entries, grad_scale=grad_scale, found_inf=found_inf, instead=self._fused_steps.step
-        )
 
     def apply_by_closure(
         self,
@@ -91,9 +108,9 @@ class Update:
         may_overlap: bool = True,
     ) -> Any:
         """Update with inner optimizers that evaluate a closure themselves; see `Closures.step`."""
-        result = self._closures.step(evaluate, num_addends, is_merging=is_merging)
-        self._gather.start(may_overlap=may_overlap)
-        self._inner.agree(groups)
+        with record_function("fusedopt.step"):
+            result = self._closures.step(evaluate, num_addends, is_merging=is_merging)
+        self.gather(groups, may_overlap=may_overlap)
         return result
 
     def switch(self, groups: Sequence[Group], method: str) -> None:
@@ -105,8 +122,7 @@ class Update:
         if has_it:
             self._inner.call(method)
             self._buffers.write_back(everything=True)
-            self._gather.start(may_overlap=False)
-            self._inner.agree(groups)
+            self.gather(groups, may_overlap=False)
 
     def _runs_on_device(self) -> bool:
         return (
