@@ -37,7 +37,7 @@ GRACE_SECONDS = 5.0
 """How long the other ranks have to report once one has failed; gloo tells them as soon as its sockets close."""
 
 _STACKS_SECONDS = 2.0
-_PRELOAD = ["torch._dynamo", "torch.distributed.fsdp.sharded_grad_scaler", "torch.utils.checkpoint", "pytest"]
+_PRELOAD = ["tests.distributed.preload"]
 
 _report: connection.Connection | None = None  # of this process, if it is a rank
 
@@ -196,7 +196,7 @@ def _work(rank, world_size, store, log, timeout, report, module, qualname, pickl
 
 
 def _call(rank, world_size, store, timeout, module, qualname, pickled_args) -> Any:
-    gc.freeze()  # what torch made while it was imported needs no collecting, and fusedopt's search for DDP skips it
+    sys.dont_write_bytecode = False  # or every rank would compile fusedopt and its tests anew
     unraisable: list[str] = []
     sys.unraisablehook = lambda what: unraisable.append(f"{what.exc_value!r} in {what.object!r}")
     threading.excepthook = lambda what: unraisable.append(f"{what.exc_value!r} in {what.thread!r}")
@@ -208,6 +208,7 @@ def _call(rank, world_size, store, timeout, module, qualname, pickled_args) -> A
     for name in qualname.split("."):
         fn = getattr(fn, name)
     args = pickle.loads(pickled_args)
+    gc.freeze()  # what imports made needs no collecting, and fusedopt's search for DDP skips it
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world_size),
