@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import torch._dynamo  # which the first optimizer of a process imports
 
 for name in [name for name in os.environ if name.startswith("FUSEDOPT_")]:
     del os.environ[name]  # a test that wants one sets it
