@@ -59,7 +59,9 @@ class RankError(Exception):
     """What happened on the ranks of a failed launch; the cause of the exception that `run` raises."""
 
 
-def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = LIMIT_SECONDS) -> list[Any]:
+def run(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = LIMIT_SECONDS, makes_group: bool = True
+) -> list[Any]:
     """Call ``fn(rank, *args)`` on ``world_size`` ranks and return the results by rank.
 
     Args:
@@ -68,6 +70,7 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = LI
         args: picklable, as is the result.
         timeout: seconds, after which the stacks of all ranks are printed and the launch fails; it fails sooner if no
             rank has computed for `IDLE_SECONDS`.
+        makes_group: else there is no default group, unless ``fn`` makes one and leaves it.
 
     Raises:
         Exception: the one that came first on any rank, of its own type; `RankError` behind it tells of all ranks.
@@ -78,7 +81,9 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = LI
     with tempfile.TemporaryDirectory(prefix="fusedopt-ranks-") as folder:
         ranks: list[_Rank] = []
         try:
-            ranks += [_Rank(context, Path(folder), fn, rank, world_size, args) for rank in range(world_size)]
+            ranks += [
+                _Rank(context, Path(folder), fn, rank, world_size, args, makes_group) for rank in range(world_size)
+            ]
             _wait(ranks, timeout)
             return [pickle.loads(rank.outcome[1]) for rank in ranks]
         finally:
@@ -105,7 +110,7 @@ def recorded_warnings() -> Iterator[list[str]]:
 class _Rank:
     """The parent's side of one rank."""
 
-    def __init__(self, context, folder, fn, rank, world_size, args):
+    def __init__(self, context, folder, fn, rank, world_size, args, makes_group):
         self.rank = rank
         self.log = folder / f"rank{rank}.log"
         self.outcome: tuple[str, bytes, str] | None = None  # "result" or "error", pickled, traceback
@@ -114,7 +119,7 @@ class _Rank:
         self.connection, theirs = context.Pipe(duplex=False)
         # The function by name and the arguments as bytes: a rank that cannot import or read them reports that.
         job = (fn.__module__, fn.__qualname__, pickle.dumps(args))
-        where = (rank, world_size, str(folder / "store"), str(self.log))
+        where = (rank, world_size, str(folder / "store") if makes_group else None, str(self.log))
         self.process = context.Process(target=_work, args=(*where, theirs, *job), daemon=True)
         self.process.start()
         theirs.close()
@@ -252,6 +257,15 @@ def _call(rank, world_size, store, module, qualname, pickled_args) -> Any:
         fn = getattr(fn, name)
     args = pickle.loads(pickled_args)
     gc.freeze()  # what imports made needs no collecting, and fusedopt's search for DDP skips it
+    with _default_group(store, rank, world_size) if store is not None else contextlib.nullcontext():
+        result = fn(rank, *args)
+    if unraisable:
+        raise RuntimeError("exceptions that Python could only print: " + "; ".join(unraisable))
+    return result
+
+
+@contextlib.contextmanager
+def _default_group(store, rank, world_size) -> Iterator[None]:
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world_size),
@@ -259,14 +273,11 @@ def _call(rank, world_size, store, module, qualname, pickled_args) -> Any:
         world_size=world_size,
         timeout=datetime.timedelta(seconds=GROUP_SECONDS),
     )
-    result = fn(rank, *args)
+    yield
     at("waiting for all ranks at the end")
     dist.barrier()  # a collective that another rank lacks shows here; and no rank closes its sockets on another
     gc.collect()
     dist.destroy_process_group()
-    if unraisable:
-        raise RuntimeError("exceptions that Python could only print: " + "; ".join(unraisable))
-    return result
 
 
 def _pickled(error: BaseException) -> bytes:

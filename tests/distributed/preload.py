@@ -22,7 +22,7 @@ if importlib.util.find_spec("transformers") is not None:
     import transformers.trainer  # noqa: F401
 
 # What Python looks up once in the sources of all modules: for seeds of a GPU, which keep the stack, and for custom ops.
-torch.manual_seed(0)
+torch.manual_seed(torch.initial_seed())
 inspect.getmodule(None, "any file but those of modules")
 gc.collect()
 gc.freeze()  # ranks share these pages for as long as nobody looks at them
