@@ -47,7 +47,7 @@ def loops(rank):
 
 
 def test_every_shard_is_the_plain_loop_with_its_clip_its_schedule_and_its_messages():
-    first, second = run(loops, 2, timeout=180.0)
+    first, second = run(loops, 2)
     assert len(first) == len(MATRIX) == 12
     for (shard, dtype, max_norm), mine, theirs in zip(MATRIX, first, second, strict=True):
         for found, needed, batches in (mine, theirs):
@@ -162,7 +162,7 @@ def scaled_loops(rank):
 
 
 def test_fp16_with_accelerates_scaler_is_the_plain_loop_and_all_ranks_skip_together():
-    first, second = run(scaled_loops, 2, timeout=180.0)
+    first, second = run(scaled_loops, 2)
     assert len(first) == 6
     for mine, theirs in zip(first, second, strict=True):
         for found, needed, skipped in (mine, theirs):
@@ -229,7 +229,7 @@ def test_states_resume_bit_equal_in_a_fresh_process_under_other_shards_and_on_an
     saved_alone = cases.state_of(alone.bare_net, alone.wrapper)
     rate_alone = alone.optimizer.param_groups[0]["lr"]
 
-    first, second = run(save_and_go_on, 2, tmp_path, timeout=180.0)
+    first, second = run(save_and_go_on, 2, tmp_path)
     for shard in SHARDS:
         saved = first[shard, "saved"]
         cases.assert_moved(saved, torch.bfloat16)
@@ -287,7 +287,7 @@ def adapters(rank, folder):
 
 
 def test_lora_trains_in_every_shard_as_the_plain_loop_and_loads_what_another_shard_saved(tmp_path):
-    first, second = run(adapters, 2, tmp_path, timeout=180.0)
+    first, second = run(adapters, 2, tmp_path)
     for mine, theirs in zip(first, second, strict=True):
         for found, needed, _ in (mine, theirs):
             cases.assert_same(found, needed)

@@ -275,7 +275,7 @@ def tensor_under_fsdp2(rank, folder):
 
 @pytest.fixture(scope="module")
 def under_fsdp2(tmp_path_factory):
-    return run(tensor_under_fsdp2, 4, str(tmp_path_factory.mktemp("saved")), timeout=120)
+    return run(tensor_under_fsdp2, 4, str(tmp_path_factory.mktemp("saved")))
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -376,7 +376,7 @@ def several_meshes(rank):
 
 @functools.cache
 def run_several_meshes():
-    return run(several_meshes, 4, timeout=120)
+    return run(several_meshes, 4)
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "experts"])

@@ -177,7 +177,7 @@ def in_stages(rank):
 
 @functools.cache
 def run_in_stages():
-    return run(in_stages, 4, timeout=120)
+    return run(in_stages, 4)
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16 parameters"])
@@ -195,7 +195,7 @@ def test_tensor_parallel_inside_stages_trains_as_one_process(shard):
 
 
 def test_tensor_parallel_under_fsdp2_inside_stages_trains_as_one_process():
-    for norms, ends in run(all_three, 8, timeout=120):
+    for norms, ends in run(all_three, 8):
         check_against_one_process(norms, ends)
 
 

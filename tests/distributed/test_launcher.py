@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 
+import launcher
 import pytest
 import torch
 import torch.distributed as dist
@@ -81,6 +82,28 @@ def test_a_hang_fails_with_the_stacks_of_all_ranks_and_the_next_launch_works():
     assert "in all_reduce" in text
     assert "in sleep_for_long" in text
     assert [rank for rank, _, _ in run(add_up, 2, 1)] == [0, 1]
+
+
+def test_a_launch_in_which_no_rank_computes_is_a_hang_long_before_its_limit(monkeypatch):
+    monkeypatch.setattr(launcher, "IDLE_SECONDS", 2.0)
+    with pytest.raises(
+        TimeoutError, match=r"rank\(s\) 0, 1 of 2 did not return and none has computed for 2 s"
+    ) as caught:
+        run(never_join, 2)
+    assert "in sleep_for_long" in str(caught.value)
+
+
+def compute_on_one(rank, seconds):
+    while rank == 1 and time.process_time() < seconds:
+        pass
+    dist.barrier()
+    return rank
+
+
+def test_a_launch_of_any_length_is_none_while_one_rank_computes(monkeypatch):
+    monkeypatch.setattr(launcher, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.2)
+    assert run(compute_on_one, 2, 1.5) == [0, 1]
 
 
 def die(rank, how):

@@ -179,14 +179,14 @@ DTYPES = (torch.float64, torch.bfloat16)
 def alone():
     kinds = (*WHOLE_BACKWARDS, *ZERO_BUBBLE)
     cases = [(kind, "none", way, dtype) for kind in kinds for way in ("plain", "merge") for dtype in DTYPES]
-    return run(trains_all, 2, cases, timeout=120)
+    return run(trains_all, 2, cases)
 
 
 @functools.cache
 def times_two():
     kinds = [(kind, SHARDS) for kind in WHOLE_BACKWARDS] + [(kind, SHARDS[:2]) for kind in ZERO_BUBBLE]
     cases = [(kind, shard, way) for kind, shards in kinds for shard in shards for way in ("plain", "no_sync", "merge")]
-    return run(trains_all, 4, cases, timeout=120)
+    return run(trains_all, 4, cases)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

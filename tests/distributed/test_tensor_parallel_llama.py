@@ -149,7 +149,7 @@ def train_all(rank):
 @pytest.fixture(scope="module")
 def trained():
     """Every case with every shard, in one launch; by rank."""
-    return run(train_all, 4, timeout=150.0)
+    return run(train_all, 4)
 
 
 every_training = pytest.mark.parametrize(("name", "shard"), [(name, shard) for name in CASES for shard in SHARDS])
@@ -305,7 +305,7 @@ def compare_all(rank):
 @pytest.fixture(scope="module")
 def compared():
     """Every case with every variant, in one launch; by rank."""
-    return run(compare_all, 4, timeout=150.0)
+    return run(compare_all, 4)
 
 
 @pytest.mark.parametrize("name", CASES)

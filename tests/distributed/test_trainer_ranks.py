@@ -56,7 +56,7 @@ def reference_of(tied, norms, world_size=2, data=None, **settings):
 
 
 def test_every_shard_and_checkpointing_is_the_plain_loop_tied_or_not(tmp_path):
-    first, second = run(train_matrix, 2, tmp_path, timeout=180.0)
+    first, second = run(train_matrix, 2, tmp_path)
     assert len(first) == len(MATRIX) == 18
     for (tied, shard, recompute), found, other in zip(MATRIX, first, second, strict=True):
         assert len(found.norms) == NUM_WINDOWS, (tied, shard, recompute)
@@ -170,7 +170,7 @@ def test_checkpoints_of_every_strategy_resume_bit_for_bit_also_on_another_number
     alone = train_in(tmp_path / "alone", "none", gradient_accumulation_steps=8, **steps)
     cases.forget_accelerators()
     from_one_rank = tmp_path / "alone" / "checkpoint-1"
-    outcomes, _ = run(save_and_resume, 2, tmp_path, from_one_rank, timeout=240.0)
+    outcomes, _ = run(save_and_resume, 2, tmp_path, from_one_rank)
 
     for shard, strategy in SAVINGS:
         whole_run, resumed = outcomes[shard, strategy, "whole run"], outcomes[shard, strategy, "resumed"]
@@ -264,7 +264,7 @@ def train_others(rank, folder):
 
 
 def test_scalers_schedule_free_and_frozen_weights_on_two_ranks(tmp_path):
-    first, second = run(train_others, 2, tmp_path, timeout=180.0)
+    first, second = run(train_others, 2, tmp_path)
     for shard in SHARDS:
         found = first["scaler", shard]
         settings = {"world_size": 2, "scale": SCALE, "every_backward": shard == "gradients"}

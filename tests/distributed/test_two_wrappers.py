@@ -17,7 +17,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import at, run
+from launcher import GROUP_SECONDS, at, run
 from torch import nn
 
 import fusedopt
@@ -360,7 +360,7 @@ def random_programs(rank, world_size, seeds):
 @pytest.mark.parametrize("seeds", [range(0, 12), range(12, 24)], ids=str)
 @pytest.mark.parametrize("world_size", RANKS)
 def test_random_programs_over_several_wrappers_are_one_process(world_size, seeds):
-    assert_exact(run(random_programs, world_size, world_size, seeds, timeout=120.0))
+    assert_exact(run(random_programs, world_size, world_size, seeds))
 
 
 def wild_programs(rank, world_size, seeds):
@@ -400,7 +400,7 @@ def random_order(rng, world_size):
 
 @pytest.mark.parametrize("world_size", RANKS)
 def test_wild_programs_are_exact_or_raise_on_all_ranks(world_size):
-    results = run(wild_programs, world_size, world_size, range(10), timeout=120.0)
+    results = run(wild_programs, world_size, world_size, range(10))
     assert_exact([problems for problems, _ in results])
     raised = [[where[:3] for where in found] for _, found in results]
     assert all(found == raised[0] for found in raised)
@@ -718,9 +718,8 @@ def timeouts(rank):
 
 
 def test_groups_wait_as_long_as_the_users():
-    of_the_default = 120.0  # twice the launcher's
     for found in run(timeouts, 4):
-        assert found == [[of_the_default] * 2, [5.0] * 2, [of_the_default] * 3, [5.0] * 2]
+        assert found == [[GROUP_SECONDS] * 2, [5.0] * 2, [GROUP_SECONDS] * 3, [5.0] * 2]
 
 
 def a_missing_rank(rank, folder, where):

@@ -5,10 +5,6 @@ The runs are short: a base of three steps, three steps of fine-tuning. They need
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import matplotlib.image
 import pytest
@@ -17,8 +13,10 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig
 
-ROOT = Path(__file__).parents[2]
+from tests.scripts import ROOT, run_script
+
 EXAMPLE = ROOT / "examples" / "llama"
+SCRIPT = EXAMPLE / "finetune.py"
 RUNS = ("fp32", "plain bf16", "bf16 + fusedopt")
 FEW = (
     *("--base_steps", "3", "--max_steps", "3", "--warmup_steps", "0", "--eval_steps", "2"),
@@ -26,18 +24,10 @@ FEW = (
 )
 
 
-def run(*flags):
-    """Run finetune.py in a process of its own, on one thread: others test beside us."""
-    # The checkout, and not some other installed fusedopt.
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(EXAMPLE / "finetune.py"), *flags]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
-
-
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
     output_dir = tmp_path_factory.mktemp("comparison")
-    done = run("--compare", *FEW, "--output_dir", str(output_dir))
+    done = run_script(SCRIPT, "--compare", *FEW, "--output_dir", str(output_dir))
     assert done.returncode == 0, done.stderr
     return output_dir, done.stdout, json.loads((output_dir / "comparison.json").read_text())
 
@@ -102,7 +92,7 @@ def test_a_single_run_reuses_the_base_of_the_comparison(comparison):
     output_dir, _, record = comparison
     weights = output_dir / "base" / "model.safetensors"
     written = weights.stat().st_mtime_ns
-    done = run(*FEW, "--output_dir", str(output_dir))  # fusedopt is the default
+    done = run_script(SCRIPT, *FEW, "--output_dir", str(output_dir), is_real=True)  # fusedopt is the default
     assert done.returncode == 0, done.stderr
     assert "base: reused" in done.stdout
     assert weights.stat().st_mtime_ns == written
@@ -113,14 +103,14 @@ def test_a_single_run_reuses_the_base_of_the_comparison(comparison):
 
 
 def test_a_missing_checkpoint_directory_is_named_in_one_line(tmp_path):
-    done = run("--model_name_or_path", str(tmp_path / "nowhere"), "--output_dir", str(tmp_path))
+    done = run_script(SCRIPT, "--model_name_or_path", str(tmp_path / "nowhere"), "--output_dir", str(tmp_path))
     assert done.returncode == 1
     assert f"--model_name_or_path {tmp_path / 'nowhere'} is not a local directory; give" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_the_script_is_under_200_lines():
-    assert len((EXAMPLE / "finetune.py").read_text().splitlines()) < 200
+    assert len(SCRIPT.read_text().splitlines()) < 200
 
 
 @pytest.mark.usefixtures("modules")

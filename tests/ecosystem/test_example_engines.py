@@ -3,18 +3,15 @@
 import itertools
 import json
 import math
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).parents[2]
+from tests.scripts import ROOT, run_script
+
 LINES = re.findall(r"^    (.*examples/llama/engines\.py.*)$", (ROOT / "docs/parallel.md").read_text(), flags=re.M)
 FEW = (
     *("--base_steps", "2", "--max_steps", "2", "--learning_rate", "1e-4", "--block_size", "64"),
@@ -22,13 +19,12 @@ FEW = (
 )
 
 
-def start(line, output_dir, *flags):
+def start(line, output_dir, **settings):
     """Run a line of the page, with flags that make it short."""
-    program, *words = line.split()
-    launcher = {"python": (), "torchrun": ("-m", "torch.distributed.run", "--standalone")}[program]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *launcher, *words, *FEW, "--output_dir", str(output_dir), *flags]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+    found = re.fullmatch(r"(?:python|torchrun --nproc_per_node (\d)) (examples/llama/engines\.py)(.*)", line)
+    num_ranks, script, flags = found.groups(default="1")
+    flags = (*flags.split(), *FEW, "--output_dir", str(output_dir))
+    return run_script(ROOT / script, *flags, num_ranks=int(num_ranks), **settings)
 
 
 def losses_in(output_dir, engine):
@@ -71,7 +67,7 @@ def test_the_page_names_one_rank_and_every_engine():
 def test_ranks_reach_the_losses_of_one(one_rank, line):
     output_dir, losses = one_rank
     engine = after_engine(line).split()[0]
-    done = start(line, output_dir)
+    done = start(line, output_dir, is_real=engine == "fsdp2")
     assert done.returncode == 0, done.stderr
     found = losses_in(output_dir, engine)
     assert all(map(math.isfinite, found))

@@ -2,21 +2,18 @@
 
 import json
 import math
-import os
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from fusedopt.integrations.arguments import FusedOptArguments
+from tests.scripts import ROOT, run_script
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "llama"
 SCRIPT = EXAMPLE / "finetune_trainer.py"
 STEPS = 3
@@ -42,17 +39,14 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(base, tmp_path_factory):
-    """Return a function that runs the script, once for the same flags; on more than one rank under torchrun."""
+    """Return a function that runs the script, once for the same flags; on more than one rank under torchrun itself."""
     done = {}
 
     def run(*flags, num_ranks=1):
         if (num_ranks, flags) not in done:
             output_dir = tmp_path_factory.mktemp("out") / "trainer"
-            env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-            launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
-            command = [sys.executable, *(launcher if num_ranks > 1 else ()), str(SCRIPT), *flags, *FEW]
-            command += ["--model_name_or_path", str(base), "--output_dir", str(output_dir)]
-            ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+            paths = ("--model_name_or_path", str(base), "--output_dir", str(output_dir))
+            ended = run_script(SCRIPT, *flags, *FEW, *paths, num_ranks=num_ranks, is_real=num_ranks > 1)
             assert ended.returncode == 0, ended.stderr
             done[num_ranks, flags] = Run(output_dir, ended.stdout, ended.stderr)
         return done[num_ranks, flags]

@@ -2,17 +2,15 @@
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[2]
+from tests.scripts import ROOT, run_script
+
 STOCK = (Path(__file__).parent / "clm_script.py").read_text()
 STEPS, LINES = 4, 60
 ARGUMENTS = {
@@ -107,10 +105,7 @@ def start(script, inputs, output, num_ranks, flags):
     files = {name: str(inputs / "text.txt") for name in ("train_file", "validation_file")}
     paths = {"output_dir": str(output / "run"), "model_name_or_path": str(inputs / "model"), **files}
     (output / "flags.json").write_text(json.dumps({**ARGUMENTS, **paths, **flags}))
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
-    command = [sys.executable, *(launcher if num_ranks > 1 else ()), str(script), str(output / "flags.json")]
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    ended = run_script(script, str(output / "flags.json"), num_ranks=num_ranks, is_real=num_ranks > 1)
     assert ended.returncode == 0, ended.stderr
     return Run(output / "run")
 

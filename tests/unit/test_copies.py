@@ -18,13 +18,6 @@ from fusedopt import FusedMainGradOptimizer
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@pytest.fixture(autouse=True)
-def _the_collector_looks_at_objects_of_this_test_only():
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 class Net(nn.Module):
     def __init__(self, dtype=torch.bfloat16, seed=0):
         super().__init__()
