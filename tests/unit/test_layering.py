@@ -206,7 +206,8 @@ def violations(source, path):
     if name and room_of(name) == "":
         return [f"{path} is in no room of the table; give it one, and say why in docs/decisions"]
     tree = ast.parse(source)
-    found = [*import_violations(tree, name, path.name == "__init__.py"), *style_violations(tree, source, is_long=str(path) in LONG_FILES)]
+    styles = style_violations(tree, source, is_long=str(path) in LONG_FILES)
+    found = [*import_violations(tree, name, path.name == "__init__.py"), *styles]
     return [f"{path}:{line} {problem}" for line, problem in sorted(found)]
 
 
