@@ -542,3 +542,28 @@ def test_memory_report_counts_what_was_allocated():
     report = optimizer.memory_report()
     assert report["state"] == 8 * n + 4  # two moments and one step count
     assert report["bytes_per_param"] == 18.0 + 4 / n
+
+
+@pytest.mark.parametrize("inner", ["AdamW", "LBFGS"])
+def test_a_profile_names_the_parts_of_a_step_in_their_order(inner):
+    model = nn.Linear(8, 8).bfloat16()
+    optimizer = fusedopt.FusedMainGradOptimizer(getattr(torch.optim, inner)(model.parameters()))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 8, dtype=torch.bfloat16)).float().square().sum()
+        loss.backward()
+        return loss
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step(closure)
+    found = [event for event in profile.events() if event.name.startswith("fusedopt.")]
+    ours = sorted(found, key=lambda event: event.time_range.start)
+    names = list(dict.fromkeys(event.name.removeprefix("fusedopt.") for event in ours))
+    assert (
+        names
+        == {
+            "AdamW": ["reduce", "clip", "step", "write_back", "gather"],
+            "LBFGS": ["reduce", "step", "gather"],  # it clips and writes back at each evaluation, inside of its step
+        }[inner]
+    )
