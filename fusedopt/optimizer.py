@@ -147,6 +147,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             is_merging=window.is_merging,
             is_last=lambda: window.is_last,
             on_lost=window.restart,
+            lacking_state=inner.lacking_state,
         )
         self._arrival = Arrival(self._buffers, self._reduction.arrived if comm.world_size > 1 else None)
         self._gather = Gather(comm, self._buffers, overlap=config.overlap_param_gather)
@@ -287,7 +288,8 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         try:
             for max_norm, norm_type in self._window.clips:
                 self._clip_mean(max_norm, norm_type, num_micro_batches)
-            scaling = self._update.clip(self._num_addends(num_micro_batches))
+            num_addends = self._num_addends(num_micro_batches)
+            scaling = self._update.clip(num_addends, makes_state=self._reduction.makes_state)
             if scaling is not None:
                 self._update.step(scaling)
                 self._update.write_back()

@@ -260,25 +260,24 @@ class InnerOptimizers:
         """
         agree(self.listed, outer_groups)
 
-    def would_create_state(self) -> bool:
-        """Return whether a step with the gradients as they stand would make inner state.
+    def lacking_state(self) -> list[Entry]:
+        """Return the entries for which a step with a gradient would make inner state here.
 
-        Judged by the settings and the state that is there, so that a resumed run decides as the uninterrupted one did.
+        None where the device does not decide whether a step is left out. Judged by the settings and the state that is
+        there, so that a resumed run decides as the uninterrupted one did.
         """
-        for listed in self.listed:
+        lacking: list[Entry] = []
+        for listed in self.listed if self.takes_found_inf else ():  # the others are never left to the device
             optimizer, group = listed.optimizer, listed.group
             # Of torch's fused optimizers SGD alone may do without: it makes its state when it first needs a momentum.
             is_sgd = isinstance(optimizer, SGD)
             if is_sgd and not group["momentum"]:
                 continue
             for main in group["params"]:
-                entry = self._entry_of.get(id(self.param_of(main)))
-                if entry is None or not entry.has_grad:
-                    continue
-                state = optimizer.state.get(main)
-                if not state or (is_sgd and state.get("momentum_buffer") is None):
-                    return True
-        return False
+                entry, state = self._entry_of.get(id(self.param_of(main))), optimizer.state.get(main)
+                if entry is not None and (not state or (is_sgd and state.get("momentum_buffer") is None)):
+                    lacking.append(entry)
+        return lacking
 
     def step(
         self,

@@ -35,7 +35,7 @@ from typing import NoReturn
 import torch
 
 from fusedopt.buffers.bucket import Bucket, Slot
-from fusedopt.buffers.flat import Buffers
+from fusedopt.buffers.flat import Buffers, Entry
 from fusedopt.buffers.main_grad import hang
 from fusedopt.gradients.accumulation import WindowLost
 from fusedopt.reduction.backward_watch import BackwardWatch
@@ -65,6 +65,10 @@ class Reduction:
         is_merging: gradient merge counts the micro-batches of a window.
         is_last: whether the running backward is the window's last, where that is counted.
         on_lost: called when a window is lost, on all ranks.
+        lacking_state: gives the entries for which this rank's step would make inner state, if they have a gradient.
+
+    Attributes:
+        makes_state: whether the step that ranks met for makes inner state, on any of them.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Reduction:
         is_merging: bool,
         is_last: Callable[[], bool],
         on_lost: Callable[[], None],
+        lacking_state: Callable[[], Sequence[Entry]],
     ) -> None:
         self._comm = comm
         self._buffers = buffers
@@ -84,6 +89,8 @@ class Reduction:
         self._is_last = is_last
         self._on_lost = on_lost
         self._shard = buffers.sharding.shard
+        self._lacking_state = lacking_state
+        self.makes_state = False
         self._ballot = Ballot(buffers)
         self._transport = Transport(comm, buffers)
         self._watch = BackwardWatch(self, _meet)
@@ -309,6 +316,8 @@ class Reduction:
         if self._comm.channel is not None:
             self._meeting = meeting
             self._comm.channel.meet([self], meeting.kind, meeting.problem)
+        elif meeting.kind is Kind.STEP and meeting.problem is None:
+            self.makes_state = any(entry.has_grad for entry in self._lacking_state())
 
     @property
     def address(self) -> Address:
@@ -345,7 +354,8 @@ class Reduction:
         self._mind_failure()
         meeting = self._meeting if self._meeting.kind is kind else Meeting(kind)
         waiting = {bucket.index for bucket in self._not_launched()}
-        return self._ballot.fill(meeting, has_started=self._num_launched > 0, waiting=waiting)
+        lacking = self._lacking_state() if kind is Kind.STEP else ()
+        return self._ballot.fill(meeting, has_started=self._num_launched > 0, waiting=waiting, lacking=lacking)
 
     def refuse(self, heard: bytes, *, is_from_all: bool) -> None:
         """Lose the window, if a rank's problem costs that; its gradients, too, where it is known what is under way."""
@@ -379,6 +389,7 @@ class Reduction:
         are_all = said.all_are(kind)
         if are_all and kind is not Kind.BACKWARD:
             self._meeting.note = said.note
+            self.makes_state = said.makes_state()
         return are_all
 
     def _join(self, said: Says) -> None:

@@ -34,7 +34,7 @@ class Problem(enum.IntFlag):
 
 _HAS_STARTED, _NOTE = (1 << bit for bit in range(2))
 
-_HAS, _SENT_KEPT, _SENT_CLEARED, _GIVEN_KEPT, _GIVEN_CLEARED, _IS_SHARE = (1 << bit for bit in range(6))
+_HAS, _SENT_KEPT, _SENT_CLEARED, _GIVEN_KEPT, _GIVEN_CLEARED, _IS_SHARE, _LACKS_STATE = (1 << bit for bit in range(7))
 """One byte per parameter."""
 
 _IS_DIRTY, _STAYS, _IS_SETTLED = (1 << bit for bit in range(3))
@@ -111,13 +111,16 @@ class Ballot:
         self._votes_on_given.clear()
         self._given = {entry: self._mark(entry) for entry in entries}
 
-    def fill(self, meeting: Meeting, *, has_started: bool, waiting: Collection[int]) -> bytes:
+    def fill(
+        self, meeting: Meeting, *, has_started: bool, waiting: Collection[int], lacking: Sequence[Entry] = ()
+    ) -> bytes:
         """Return what this rank says.
 
         Args:
             meeting: where it is, and what it brings.
             has_started: whether it launched a bucket in this round.
             waiting: indices of those that it did not.
+            lacking: entries of which it has no inner state yet.
         """
         flags = (_HAS_STARTED if has_started else 0) | (_NOTE if meeting.note else 0)
         head = [1 << meeting.kind, flags, meeting.weight]
@@ -125,6 +128,8 @@ class Ballot:
             low = number.to_bytes(_NUMBER_BYTES, "little")
             head += [*low, *(255 - byte for byte in low)]
         body = [self._bits(entry) for entry in self._buffers.entries]
+        for entry in lacking:
+            body[entry.number] |= _LACKS_STATE
         body += [_bucket_bits(bucket, is_waiting=bucket.index in waiting) for bucket in self._buffers.buckets]
         return bytes(head + body)
 
@@ -203,6 +208,10 @@ class Says:
     def is_share(self, entry: Entry) -> bool:
         """Return whether the gradient of ``entry`` is a share on some rank, see `Slot.is_share`: then on all."""
         return bool(self.params[entry.number] & _IS_SHARE)
+
+    def makes_state(self) -> bool:
+        """Return whether a step makes inner state, on some rank."""
+        return any(bits & _HAS and bits & _LACKS_STATE for bits in self.params)
 
     def was_dropped(self, entry: Entry) -> bool:
         """Return whether what was sent of ``entry`` was cleared since."""

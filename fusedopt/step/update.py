@@ -61,14 +61,19 @@ class Update:
         self._inner.agree(groups)
         return self._buffers.take_over()
 
-    def clip(self, num_addends: int) -> Scaling | None:
+    def clip(self, num_addends: int, *, makes_state: bool) -> Scaling | None:
         """Bring gradients, which are sums of ``num_addends``, to their clipped mean, or leave that to the step.
+
+        Args:
+            num_addends: see above.
+            makes_state: whether the step makes inner state, on any rank. Then the host decides on all: a device that
+                leaves such a step out keeps an uninitialised momentum (SGD), and ranks have to measure alike.
 
         Returns:
             What the step is to do on its way; None where it must be left out.
         """
         with record_function("fusedopt.clip"):
-            if self._runs_on_device():
+            if not makes_state and self._clip.nonfinite == "skip" and self._inner.takes_found_inf:
                 return self._clip.on_device(num_addends)
             self._clip.average(num_addends)
             return _NOTHING_LEFT if self._clip.on_host(self._clip.nonfinite) else None
@@ -123,11 +128,3 @@ class Update:
             self._inner.call(method)
             self._buffers.write_back(everything=True)
             self.gather(groups, may_overlap=False)
-
-    def _runs_on_device(self) -> bool:
-        return (
-            self._clip.nonfinite == "skip"
-            and self._inner.takes_found_inf
-            # SGD(fused=True) leaves an uninitialised momentum behind when its first step is skipped on the device.
-            and not self._inner.would_create_state()
-        )

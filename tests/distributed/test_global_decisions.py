@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
+from random import Random
 
 import pytest
 import torch
@@ -471,3 +473,65 @@ def test_a_shard_on_one_process_without_torchrun_trains_as_one_rank():
 def test_importing_fusedopt_needs_no_process_group():
     assert not dist.is_initialized()
     assert fusedopt.FusedMainGradOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)).window_ends
+
+
+# SGD(fused=True) is not among them: torch's refuses a step in which some momentum is there, and some is not.
+FUSED = {name: functools.partial(getattr(torch.optim, name), lr=0.1, fused=True) for name in ("AdamW", "Adagrad")}
+
+
+def late_state_program(seed, world_size, num_windows=10):
+    """Return for each window whether state of a layer is deleted before, and a factor by rank and layer, or None."""
+    random = Random(seed)
+    factors = [None, None, 2.0, -6.0, 4.0, 8.0]
+    windows = []
+    for _ in range(num_windows):
+        deleted = random.choice([None, None, None, 0, 1, 2])
+        by_rank = [[random.choice(factors) for _ in range(3)] for _ in range(world_size)]
+        if random.random() < 0.4:
+            by_rank[random.randrange(world_size)][random.randrange(3)] = math.nan
+        windows.append((deleted, by_rank))
+    return windows
+
+
+def late_state(rank, world_size, inner, shard, seeds):
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    with recorded_warnings():  # steps are skipped
+        return [
+            problem for seed in seeds for problem in late_state_problems(rank, world_size, inner, shard, alone, seed)
+        ]
+
+
+def late_state_problems(rank, world_size, inner, shard, alone, seed):
+    pairs = []
+    for settings in ({"shard": shard}, {"process_group": alone}):
+        torch.manual_seed(seed)
+        net = nn.ModuleList(nn.Linear(32, 64, bias=False) for _ in range(3))
+        pairs.append((net, fusedopt.FusedMainGradOptimizer(FUSED[inner](net.parameters()), **settings)))
+    (net, optimizer), (net_of_one, one) = pairs
+    for number, (deleted, by_rank) in enumerate(late_state_program(seed, world_size)):
+        if deleted is not None:
+            optimizer.state.pop(net[deleted].weight, None)
+            one.state.pop(net_of_one[deleted].weight, None)
+        late_state_backward(net, by_rank[rank], 1)
+        for factors in by_rank:
+            late_state_backward(net_of_one, factors, world_size)
+        for _, each in pairs:
+            each.step()
+            each.zero_grad()
+        if optimizer.skipped_steps != one.skipped_steps:
+            yield f"seed {seed}, window {number}: skipped {optimizer.skipped_steps}, needed {one.skipped_steps}"
+        for param, needed in zip(net.parameters(), net_of_one.parameters(), strict=True):
+            if not torch.isfinite(needed).all() or not torch.equal(param, needed):
+                yield f"seed {seed}, window {number}: parameters"
+
+
+def late_state_backward(net, factors, divisor):
+    terms = [net[i].weight.sum() * factor for i, factor in enumerate(factors) if factor is not None]
+    if terms:
+        (sum(terms) / divisor).backward()
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("inner", FUSED)
+def test_steps_that_make_state_on_some_ranks_only_are_left_out_on_all_or_on_none(inner, shard):
+    assert run(late_state, 2, 2, inner, shard, range(8)) == [[], []]
