@@ -131,8 +131,13 @@ class Clip:
             return
         self._buffers.scale_grads_(clip_coefficient(norm, max_norm))
 
-    def on_host(self, nonfinite: str) -> bool:
+    def on_host(self, nonfinite: str, *, is_exact: bool = True) -> bool:
         """Measure and clip; one host synchronisation, none under ``"ignore"``.
+
+        Args:
+            nonfinite: as in `Clip`.
+            is_exact: whether a norm that overflows is measured anew. Not where `on_device`, which cannot, may decide on
+                other ranks of a ``norm_group``: all have to run the same collectives, and decide alike.
 
         Returns:
             False where the step must be left out: a gradient was not finite and ``nonfinite`` is ``"skip"``.
@@ -147,7 +152,7 @@ class Clip:
             return True
         self.norm = self.measure()
         value = self.norm.item()
-        if not math.isfinite(value) and not self.found_inf():
+        if is_exact and not math.isfinite(value) and not self.found_inf():
             # A finite gradient above 1.8e19 overflows the fp32 sum of its squares; float64 takes 20 times longer.
             self.norm = self._norm(2.0, dtype=torch.float64)
             value = self.norm.item()

@@ -73,10 +73,12 @@ class Update:
             What the step is to do on its way; None where it must be left out.
         """
         with record_function("fusedopt.clip"):
-            if not makes_state and self._clip.nonfinite == "skip" and self._inner.takes_found_inf:
+            may_be_on_device = self._clip.nonfinite == "skip" and self._inner.takes_found_inf
+            if may_be_on_device and not makes_state:
                 return self._clip.on_device(num_addends)
             self._clip.average(num_addends)
-            return _NOTHING_LEFT if self._clip.on_host(self._clip.nonfinite) else None
+            goes_on = self._clip.on_host(self._clip.nonfinite, is_exact=not may_be_on_device)
+            return _NOTHING_LEFT if goes_on else None
 
     def step(self, scaling: Scaling) -> None:
         """Step the inner optimizers on main_params."""

@@ -535,3 +535,33 @@ def late_state_backward(net, factors, divisor):
 @pytest.mark.parametrize("inner", FUSED)
 def test_steps_that_make_state_on_some_ranks_only_are_left_out_on_all_or_on_none(inner, shard):
     assert run(late_state, 2, 2, inner, shard, range(8)) == [[], []]
+
+
+def late_state_of_stages(rank, seeds):
+    """Each rank holds layers of its own, and all share one norm."""
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    history = []
+    with recorded_warnings():
+        for seed in seeds:
+            net = nn.ModuleList(nn.Linear(32, 64, bias=False) for _ in range(3))
+            inner = FUSED["AdamW"](net.parameters())
+            options = {"process_group": alone, "norm_group": dist.group.WORLD, "max_grad_norm": 1.0}
+            optimizer = fusedopt.FusedMainGradOptimizer(inner, **options)
+            for _, by_rank in late_state_program(seed, 2):
+                late_state_backward(net, by_rank[rank], 1)
+                before = [param.clone() for param in net.parameters()]
+                has_grad = any(param.grad is not None for param in net.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+                was_moved = not all(map(torch.equal, before, net.parameters()))
+                assert was_moved == (has_grad and not optimizer.step_was_skipped)
+                has_nan = any(factor is not None and math.isnan(factor) for row in by_rank for factor in row)
+                assert optimizer.step_was_skipped == has_nan
+                history.append((has_nan, float(optimizer.grad_norm)))
+    return history
+
+
+def test_stages_that_share_a_norm_decide_alike_also_where_some_of_them_make_state():
+    first, second = run(late_state_of_stages, 2, range(8))
+    assert any(has_nan for has_nan, _ in first)
+    assert [norm for has_nan, norm in first if not has_nan] == [norm for has_nan, norm in second if not has_nan]

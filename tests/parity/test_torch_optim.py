@@ -198,8 +198,12 @@ def roads(monkeypatch):
     """The roads that the steps of the test took, in order."""
     taken = []
     for road in ("on_host", "on_device"):
-        real = getattr(Clip, road)
-        monkeypatch.setattr(Clip, road, lambda self, *a, real=real, road=road: (taken.append(road), real(self, *a))[1])
+
+        def noted(self, *args, real=getattr(Clip, road), road=road, **kwargs):
+            taken.append(road)
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(Clip, road, noted)
     return taken
 
 
