@@ -198,8 +198,9 @@ def roads(monkeypatch):
     """The roads that the steps of the test took, in order."""
     taken = []
     for road in ("on_host", "on_device"):
+        real = getattr(Clip, road)
 
-        def noted(self, *args, real=getattr(Clip, road), road=road, **kwargs):
+        def noted(self, *args, real=real, road=road, **kwargs):
             taken.append(road)
             return real(self, *args, **kwargs)
 
