@@ -294,7 +294,8 @@ class Reduction:
         try:
             meeting.note = bool(prepare())
         except Exception as error:
-            meeting.problem, meeting.weight = in_words(error), _weight_of(error)
+            meeting.problem = in_words(error)
+            meeting.weight = Problem.LOSES_WINDOW if isinstance(error, WindowLost) else Problem.CAN_BE_MENDED
             self.sync(meeting)
             raise
         self.sync(meeting)
@@ -492,10 +493,6 @@ class Reduction:
             return [*self._edited, *(bucket for bucket in written if bucket.index in away)]
         shares = [b for b in written if b.index in away or (b.grad is not None and bool(b.grad.any()))]
         return [*self._edited, *shares]
-
-
-def _weight_of(problem: Exception) -> Problem:
-    return Problem.LOSES_WINDOW if isinstance(problem, WindowLost) else Problem.CAN_BE_MENDED
 
 
 def _meet(reductions: Sequence[Reduction]) -> None:
