@@ -274,9 +274,10 @@ class InnerOptimizers:
             if is_sgd and not group["momentum"]:
                 continue
             for main in group["params"]:
-                entry, state = self._entry_of.get(id(self.param_of(main))), optimizer.state.get(main)
-                if entry is not None and (not state or (is_sgd and state.get("momentum_buffer") is None)):
-                    lacking.append(entry)
+                state = optimizer.state.get(main)
+                if not state or (is_sgd and state.get("momentum_buffer") is None):
+                    entry = self._entry_of.get(id(self.param_of(main)))
+                    lacking += [entry] if entry is not None else []
         return lacking
 
     def step(

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+_PLAIN = frozenset((Tensor, nn.Parameter))
 
 
 def is_loaded() -> bool:
@@ -26,6 +28,8 @@ def is_loaded() -> bool:
 
 def is_dtensor(tensor: Any) -> bool:
     """Return whether ``tensor`` is a DTensor."""
+    if type(tensor) in _PLAIN:  # a Parameter over a DTensor is of class DTensor
+        return False
     module = sys.modules.get("torch.distributed.tensor")  # not loaded: there can be none
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -73,6 +77,9 @@ def is_share(grad: Tensor, param: Tensor) -> bool:
 
 def copy_local_(target: Tensor, source: Tensor) -> None:
     """Copy ``source`` into ``target``: locally where both are placed alike, else by torch's redistribution."""
+    if not (is_dtensor(target) or is_dtensor(source)):  # at every first arrival
+        target.copy_(source)
+        return
     placed = [tuple(t.placements) if is_dtensor(t) else None for t in (target, source)]  # type: ignore[attr-defined]
     if placed[0] == placed[1]:
         local_of(target).copy_(local_of(source))
