@@ -10,6 +10,7 @@ from benchmarks import backward, data_parallel, optimizer_phase, timing
 from benchmarks.data_parallel_worker import SYSTEMS, Setup, System
 from benchmarks.models import TINY, all_linears_as_fast_as_fp32, make_llama
 from benchmarks.run import BENCHES, main
+from benchmarks.trace import trace
 from fusedopt.sharding.layout import ALIGNMENT
 
 ENVIRONMENT = {
@@ -216,3 +217,13 @@ def test_bf16_linears_through_fp32_are_the_same_for_a_bf16_model_and_under_autoc
     assert torch.equal(out, (x.float() @ narrow.weight.float().T).bfloat16())
     assert bool(narrow.weight.grad.isfinite().all())
     assert bool(narrow.weight.grad.any())
+
+
+def test_the_trace_of_one_gradient_names_the_parts_of_a_step_in_the_order_of_the_diagram():
+    found = trace()
+    parts = ["gradients/arrival.py", "reduction/rounds.py", "gradients/clip.py", "step/fused_step.py"]
+    parts += ["reduction/parameter_gather.py"]
+    last = [len(found.calls) - found.calls[::-1].index(part) for part in parts[2:]]
+    assert found.calls.index(parts[0]) < found.calls.index(parts[1]) < min(last)
+    assert last == sorted(last)
+    assert found.report()[-1].startswith(f"{len(set(found.calls))} files, {len(found.calls)} calls, ")
