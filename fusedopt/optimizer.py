@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.profiler import record_function
 
 from fusedopt import backends, live_wrappers
 from fusedopt.buffers.bucket import Sharding
@@ -53,7 +52,7 @@ from fusedopt.sharding.replicas import start_alike
 from fusedopt.state.stateful import GONE_WHEN_UNWRAPPED, StatefulOptimizer
 from fusedopt.state.view import StateView
 from fusedopt.step.closures import Closures
-from fusedopt.step.update import Update
+from fusedopt.step.update import Update, profiled
 
 Closure = Callable[[], Any]
 
@@ -309,7 +308,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         Returns:
             What ``prepare`` returned: whether it was true on any rank.
         """
-        with record_function("fusedopt.reduce"):
+        with profiled("fusedopt.reduce"):
             noted = self._reduction.meet(kind, num_micro_batches, prepare)
         self._adoption.let_go()
         if kind is Kind.STEP and noted and self._comm.world_size > 1:
