@@ -36,8 +36,7 @@ from fusedopt.checks import (
 )
 from fusedopt.config import MainGradConfig
 from fusedopt.gradients import dynamo, stock_clip
-from fusedopt.gradients.accumulation import Window
-from fusedopt.gradients.arrival import Arrival
+from fusedopt.gradients.arrival import Arrival, Window
 from fusedopt.gradients.clip import Clip, checked_norm
 from fusedopt.inner.listing import Group
 from fusedopt.inner.optimizers import InnerOptimizers

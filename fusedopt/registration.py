@@ -16,7 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusedopt.buffers.flat import Buffers, Entry
+from fusedopt.buffers.bucket import Entry
+from fusedopt.buffers.flat import Buffers
 from fusedopt.checks import (
     check_parameters,
     check_trainable,

@@ -1,6 +1,9 @@
-"""One bucket's flat tensors, and per parameter where in them its gradient lives.
+"""One bucket's flat tensors, and per parameter what in them is its own.
 
     parameters -> layout -> [buckets] -> buffers -> arrival -> reduction -> clip -> step -> write-back -> gather
+
+Per trainable parameter there is one `Entry` (main_param, and the parts that this rank updates) and in it one `Slot`
+(main_grad, and what the parameter must still look like). A parameter's hook holds the slot and nothing more.
 
 Knows nothing of collectives, hooks or optimizers. Sizes are in elements, except
 where a name says ``nbytes``.
@@ -8,16 +11,27 @@ where a name says ``nbytes``.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
-from fusedopt.buffers.main_grad import MAIN_DTYPES, hand_over, register, unregister
+from fusedopt.backends import torch_ops
+from fusedopt.buffers.main_grad import (
+    MAIN_DTYPES,
+    OUR_ATTRIBUTES,
+    hand_over,
+    hang,
+    register,
+    serve_transformer_engine,
+    unregister,
+)
 from fusedopt.sharding import dtensor, layout
-from fusedopt.sharding.layout import Span
+from fusedopt.sharding.layout import Span, intersect
 
 
 @dataclass(frozen=True)
@@ -82,7 +96,7 @@ class Bucket:
         self.index = index
         self.group = group
         self.plan = plan
-        self.entries: list[Any] = []  # of `buffers.Entry`
+        self.entries: list[Entry] = []
         self.backend = backend
         self.domain = dtensor.domain_of(like)
         self.dtype = MAIN_DTYPES[like.dtype]
@@ -167,6 +181,7 @@ class Slot:
         shape, strides, numel: of the part of the parameter that this rank holds; of a plain one, of all of it.
         main_grad: what hangs on the parameter, placed as it is; ``local_grad``: its local part, the same for a plain
             parameter.
+        is_dtensor: whether the parameter is one.
         is_share: of a DTensor parameter: main_grad holds a share, to be summed over its replicas before the step.
         is_reduced: under ``shard="gradients"``: whether it received a gradient, on any rank, since the last clear.
         num_fires, expected_fires: of the parameter's hook, in this backward and in the last one that reduced.
@@ -180,6 +195,7 @@ class Slot:
         "dtype",
         "expected_fires",
         "index",
+        "is_dtensor",
         "is_fsdp",
         "is_reduced",
         "is_share",
@@ -196,6 +212,7 @@ class Slot:
     def __init__(self, name: str, param: Tensor, bucket: Bucket, start: int, *, is_fsdp: bool = False) -> None:
         self.name = name
         self.is_fsdp = is_fsdp
+        self.is_dtensor = dtensor.is_dtensor(param)
         self.shape = dtensor.local_of(param).shape
         self.strides = dtensor.strides_of(param)
         self.numel = self.shape.numel()
@@ -293,11 +310,15 @@ class Slot:
         """How often main_grad was claimed: by a gradient that arrived where ``.grad`` was not main_grad."""
         return 0 if self.main_grad is None else self.main_grad.num_first_touches  # type: ignore[attr-defined]
 
+    def local_of(self, tensor: Any) -> Tensor:
+        """Return this rank's part of the parameter or its main_grad; for every parameter in every step, so no search."""
+        return tensor._local_tensor if self.is_dtensor else tensor  # type: ignore[no-any-return]
+
     def holds(self, param: Tensor) -> bool:
         """Return whether ``param`` and its main_grad still are what they were when wrapped."""
         return (
             getattr(param, "main_grad", None) is self.main_grad
-            and (self.main_grad is None or dtensor.local_of(self.main_grad).data_ptr() == self.address)
+            and (self.main_grad is None or self.local_of(self.main_grad).data_ptr() == self.address)
             and param.dtype is self.dtype
             and param.shape == self._whole_shape
             and param.device == self.device
@@ -323,7 +344,7 @@ class Slot:
                 "when it was wrapped: model.half(), .bfloat16(), .float() or .to() ran after wrapping. "
                 "Call unwrap(); cast and move the model first, make and wrap the optimizer after"
             )
-        if self.main_grad is not None and dtensor.local_of(self.main_grad).data_ptr() != self.address:
+        if self.main_grad is not None and self.local_of(self.main_grad).data_ptr() != self.address:
             raise RuntimeError(
                 f"the main_grad of parameter {self.name} has left its bucket (it is {self.main_grad.dtype} on "
                 f"{self.main_grad.device} now): model.half(), .bfloat16() or .to() carried it away after wrapping. "
@@ -334,6 +355,198 @@ class Slot:
             f"the main_grad of parameter {self.name} is {found}: something rebound or deleted `param.main_grad`. "
             "Write into it in place (`param.main_grad.copy_(...)`), or assign `param.grad`, which is taken over"
         )
+
+
+class Entry:
+    """One trainable parameter with its slot and, where this rank updates some of it, its main_param.
+
+    Args:
+        param: the model parameter.
+        slot: where its gradient lives.
+        bucket: the bucket it is in.
+
+    Attributes:
+        number: position among all entries.
+        part: elements of the parameter, in memory order, that this rank updates; None where another rank does.
+        main_param: fp32 (fp64 for fp64): the parameter itself, where that is not rounded and whole; else of its own:
+            the parameter's shape, or 1-D where a shard cuts through; None where ``part`` is. Of a DTensor: of its local
+            part, and a plain tensor.
+        grad_part, model_part: gradient and model value of the same elements, in the shape of main_param.
+    """
+
+    __slots__ = (
+        "_grad_dtype_before",
+        "bucket",
+        "grad_part",
+        "is_loaded",
+        "main_param",
+        "main_version",
+        "model_part",
+        "number",
+        "param",
+        "part",
+        "seen_address",
+        "seen_storage",
+        "seen_version",
+        "slot",
+    )
+
+    def __init__(self, param: nn.Parameter, slot: Slot, bucket: Bucket) -> None:
+        self.param = param
+        self.slot = slot
+        self.bucket = bucket
+        self.number = -1
+        span = Span(slot.start, slot.start + slot.numel)
+        owned = intersect(span, bucket.span)
+        if span.numel == 0 and bucket.owns(span.start):
+            owned = span
+        self.part = Span(owned.start - span.start, owned.end - span.start) if owned is not None else None
+        self._grad_dtype_before = param.grad_dtype
+        self.seen_version = -1
+        self.is_loaded = False
+        self.main_param: nn.Parameter | None = None
+        self.grad_part: Tensor | None = None
+        self.model_part = dtensor.local_of(param)
+        self._make_parts()
+        self.mark_synced()
+        self._attach()
+
+    def _make_parts(self) -> None:
+        """Move the parameter into the bucket's flat memory, where there is one, and make main_param."""
+        bucket, model = self.bucket, self.bucket.model
+        if model is not None:
+            self.move_into(model)
+        if self.part is None:
+            return
+        self.grad_part = self._part_of(bucket.grad_part, bucket.span.start)
+        if model is not None:
+            self.model_part = self._part_of(model, 0)
+        if bucket.main is not None:
+            self.main_param = _main_param(self._part_of(bucket.main, bucket.span.start), self.model_part, self.param)
+        elif model is not None or dtensor.is_dtensor(self.param):
+            self.main_param = _main_param(self.model_part, None, self.param)
+        else:
+            self.main_param = self.param
+
+    def _part_of(self, flat: Tensor, origin: int) -> Tensor:
+        """Return the part's elements in ``flat``, whose first element is element ``origin`` of the bucket."""
+        slot, part = self.slot, self.part
+        if part is None:
+            raise RuntimeError(f"parameter {slot.name} has no part on this rank")
+        if part.numel == slot.numel:
+            return flat.as_strided(slot.shape, slot.strides, slot.start - origin)
+        return flat[slot.start + part.start - origin : slot.start + part.end - origin]
+
+    @torch.no_grad()
+    def move_into(self, model: Tensor) -> None:
+        """Copy the parameter into flat memory and alias it there, with a storage object of its own."""
+        flat = from_dlpack(model.as_strided(self.slot.shape, self.slot.strides, self.slot.start))
+        flat.copy_(dtensor.local_of(self.param))
+        dtensor.rebind(self.param, flat)
+
+    def _attach(self) -> None:
+        param, slot, grad = self.param, self.slot, self.param.grad
+        param.grad = None
+        # FSDP2 hangs up gradients itself, and in the parameter's dtype.
+        param.grad_dtype = None if self.slot.is_fsdp else self.bucket.dtype
+        # torch pickles a Parameter's attributes with it: without this, saving a module would write main_grad.
+        vars(param)["__getstate__"] = functools.partial(_state_without_ours, weakref.ref(param))
+        serve_transformer_engine(param)
+        if self.bucket.is_lending:
+            param.main_grad = None  # type: ignore[attr-defined]
+            vars(param)["lend_main_grad"] = functools.partial(_lend, slot, weakref.ref(param))
+            if grad is None:
+                return
+        main_grad = slot.lend(param)
+        if self.grad_part is not None and not self.bucket.is_lending:
+            if self.grad_part.shape == slot.shape and slot.local_grad is not None:
+                self.grad_part = slot.local_grad
+            if self.main_param is not None and self.main_param is not param:
+                self.main_param.main_grad = self.grad_part  # type: ignore[attr-defined]
+        if grad is not None:
+            with torch.no_grad():
+                dtensor.copy_local_(main_grad, grad)
+            hang(param, main_grad)
+            self.bucket.is_dirty = True  # each rank had its own
+            self.bucket.note_version()
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether main_param holds more digits than the model's value (the parameter is bf16 or fp16)."""
+        return self.main_param is not None and self.bucket.main is not None
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether it received a gradient since the last clear."""
+        return self.param.grad is not None or self.slot.is_reduced
+
+    @torch.no_grad()
+    def up_to_date_main_param(self) -> Tensor | None:
+        """Return main_param; where the model parameter was edited since, a copy with what `Buffers.take_over` will do.
+
+        So whoever saves sees the weights as they are, and weights that were swapped in for a while cost no digits.
+        """
+        if self.main_param is None or not self.is_rounded or not self.was_edited_outside():
+            return self.main_param
+        if self.bucket.model is not None and self.was_moved():
+            self.move_into(self.bucket.model)
+        value = self.main_param.detach().clone(memory_format=torch.preserve_format)
+        torch_ops.take_over_(value, self.model_part)
+        return value
+
+    @torch.no_grad()
+    def load_main_param(self, value: Tensor) -> None:
+        """Fill main_param; where the model parameter differs, the next `Buffers.take_over` sees it."""
+        if self.main_param is not None:
+            self.main_param.copy_(value)
+        self.forget_agreement()
+
+    def forget_agreement(self) -> None:
+        """Note that main_param was loaded: the next `Buffers.take_over` compares it with the model parameter."""
+        self.seen_version = self.param._version
+        self.is_loaded = True
+
+    def mark_synced(self) -> None:
+        """Note that model parameter and main_param agree as they stand."""
+        self.is_loaded = False
+        self.seen_version = self.param._version
+        local = self.slot.local_of(self.param)
+        self.seen_address = local.data_ptr()
+        # Also weakly by its storage: after two `p.data = tensor` the second may lie where the first one lay.
+        self.seen_storage = weakref.ref(local.untyped_storage())
+        self.main_version = self.main_param._version if self.main_param is not None else 0
+
+    def detach(self) -> None:
+        """Remove what wrapping attached; a gradient is kept, rounded to the parameter's own gradient dtype.
+
+        Nothing holds flat memory afterwards, so that it is freed whoever still holds the entry (a traceback, for one).
+        """
+        param, grad = self.param, self.param.grad
+        param.grad = None
+        for attribute in OUR_ATTRIBUTES:
+            vars(param).pop(attribute, None)
+        param.grad_dtype = param.dtype if self._grad_dtype_before is self.slot.dtype else self._grad_dtype_before
+        if grad is not None and grad.shape == param.shape and self.bucket.model is None:  # under a shard it is a share
+            param.grad = grad.detach().to(param.grad_dtype or param.dtype, copy=True)
+        if self.bucket.model is not None:  # its flat memory would live as long as any parameter of the bucket
+            dtensor.rebind(param, dtensor.local_of(param.data).clone(memory_format=torch.preserve_format))
+        self.slot.release()
+        self.main_param = self.grad_part = None
+        self.model_part = dtensor.local_of(param)
+
+    @property
+    def was_stepped(self) -> bool:
+        """Whether main_param was written since the last `mark_synced`."""
+        return self.main_param is not None and self.main_param._version != self.main_version
+
+    def was_moved(self) -> bool:
+        """Return whether ``p.data`` was rebound since the last `mark_synced`."""
+        local = self.slot.local_of(self.param)
+        return local.data_ptr() != self.seen_address or local.untyped_storage() is not self.seen_storage()
+
+    def was_edited_outside(self) -> bool:
+        """Return whether the model parameter was written or rebound since the last `mark_synced`."""
+        return self.param._version != self.seen_version or self.was_moved()
 
 
 def _holds_gradient(held: Tensor, grad: Tensor | None) -> bool:
@@ -357,3 +570,23 @@ def _holds_gradient(held: Tensor, grad: Tensor | None) -> bool:
 
 def _is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _lend(slot: Slot, param: weakref.ref[nn.Parameter]) -> Tensor | None:
+    alive = param()
+    return slot.lend(alive) if alive is not None else None
+
+
+def _state_without_ours(param: weakref.ref[nn.Parameter]) -> dict[str, object] | None:
+    state = vars(param()) if param() is not None else {}
+    return {key: value for key, value in state.items() if key not in OUR_ATTRIBUTES} or None
+
+
+def _main_param(view: Tensor, value: Tensor | None, param: nn.Parameter) -> nn.Parameter:
+    # `.data` gives the main_param a version counter of its own; views share their base's.
+    main_param = nn.Parameter(view.data, requires_grad=True)
+    if value is not None:
+        with torch.no_grad():
+            main_param.copy_(value)
+    main_param.__dict__.update({key: value for key, value in vars(param).items() if key not in OUR_ATTRIBUTES})
+    return main_param

@@ -2,9 +2,7 @@
 
     parameters -> layout -> [buffers] -> arrival -> reduction -> clip -> step -> write-back -> gather
 
-Per trainable parameter there is one `Entry`, and in it one `Slot`: what the
-parameter must still look like and where its gradient lives; per bucket there is
-one `Bucket`, whose flat tensors they are views of. Without a shard the model
+Without a shard the model
 parameters are not moved: each keeps a storage of its own, so that saving one
 writes its bytes and no others. Under a shard they lie in flat memory, where the
 gather needs them, each still with a storage object of its own.
@@ -15,208 +13,16 @@ where a name says ``nbytes``.
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
 
 from fusedopt.backends import Backend, resolve, torch_ops
-from fusedopt.buffers.bucket import Bucket, Sharding, Slot
-from fusedopt.buffers.main_grad import OUR_ATTRIBUTES, hang, serve_transformer_engine
-from fusedopt.buffers.sample import Sample
+from fusedopt.buffers.bucket import Bucket, Entry, Sharding, Slot
 from fusedopt.sharding import dtensor
-from fusedopt.sharding.layout import ParamSpec, Span, intersect, plan_buckets
-
-
-class Entry:
-    """One trainable parameter with its slot and, where this rank updates some of it, its main_param.
-
-    Args:
-        param: the model parameter.
-        slot: where its gradient lives.
-        bucket: the bucket it is in.
-
-    Attributes:
-        number: position among all entries.
-        part: elements of the parameter, in memory order, that this rank updates; None where another rank does.
-        main_param: fp32 (fp64 for fp64): the parameter itself, where that is not rounded and whole; else of its own:
-            the parameter's shape, or 1-D where a shard cuts through; None where ``part`` is. Of a DTensor: of its local
-            part, and a plain tensor.
-        grad_part, model_part: gradient and model value of the same elements, in the shape of main_param.
-    """
-
-    __slots__ = (
-        "_grad_dtype_before",
-        "bucket",
-        "grad_part",
-        "is_loaded",
-        "main_param",
-        "main_version",
-        "model_part",
-        "number",
-        "param",
-        "part",
-        "seen_address",
-        "seen_storage",
-        "seen_version",
-        "slot",
-    )
-
-    def __init__(self, param: nn.Parameter, slot: Slot, bucket: Bucket) -> None:
-        self.param = param
-        self.slot = slot
-        self.bucket = bucket
-        self.number = -1
-        span = Span(slot.start, slot.start + slot.numel)
-        owned = intersect(span, bucket.span)
-        if span.numel == 0 and bucket.owns(span.start):
-            owned = span
-        self.part = Span(owned.start - span.start, owned.end - span.start) if owned is not None else None
-        self._grad_dtype_before = param.grad_dtype
-        self.seen_version = -1
-        self.is_loaded = False
-        self.main_param: nn.Parameter | None = None
-        self.grad_part: Tensor | None = None
-        self.model_part = dtensor.local_of(param)
-        self._make_parts()
-        self.mark_synced()
-        self._attach()
-
-    def _make_parts(self) -> None:
-        """Move the parameter into the bucket's flat memory, where there is one, and make main_param."""
-        bucket, model = self.bucket, self.bucket.model
-        if model is not None:
-            self.move_into(model)
-        if self.part is None:
-            return
-        self.grad_part = self._part_of(bucket.grad_part, bucket.span.start)
-        if model is not None:
-            self.model_part = self._part_of(model, 0)
-        if bucket.main is not None:
-            self.main_param = _main_param(self._part_of(bucket.main, bucket.span.start), self.model_part, self.param)
-        elif model is not None or dtensor.is_dtensor(self.param):
-            self.main_param = _main_param(self.model_part, None, self.param)
-        else:
-            self.main_param = self.param
-
-    def _part_of(self, flat: Tensor, origin: int) -> Tensor:
-        """Return the part's elements in ``flat``, whose first element is element ``origin`` of the bucket."""
-        slot, part = self.slot, self.part
-        if part is None:
-            raise RuntimeError(f"parameter {slot.name} has no part on this rank")
-        if part.numel == slot.numel:
-            return flat.as_strided(slot.shape, slot.strides, slot.start - origin)
-        return flat[slot.start + part.start - origin : slot.start + part.end - origin]
-
-    @torch.no_grad()
-    def move_into(self, model: Tensor) -> None:
-        """Copy the parameter into flat memory and alias it there, with a storage object of its own."""
-        home = from_dlpack(model.as_strided(self.slot.shape, self.slot.strides, self.slot.start))
-        home.copy_(dtensor.local_of(self.param))
-        dtensor.rebind(self.param, home)
-
-    def _attach(self) -> None:
-        param, slot, grad = self.param, self.slot, self.param.grad
-        param.grad = None
-        # FSDP2 hangs up gradients itself, and in the parameter's dtype.
-        param.grad_dtype = None if self.slot.is_fsdp else self.bucket.dtype
-        # torch pickles a Parameter's attributes with it: without this, saving a module would write main_grad.
-        vars(param)["__getstate__"] = functools.partial(_state_without_ours, weakref.ref(param))
-        serve_transformer_engine(param)
-        if self.bucket.is_lending:
-            param.main_grad = None  # type: ignore[attr-defined]
-            vars(param)["lend_main_grad"] = functools.partial(_lend, slot, weakref.ref(param))
-            if grad is None:
-                return
-        main_grad = slot.lend(param)
-        if self.grad_part is not None and not self.bucket.is_lending:
-            if self.grad_part.shape == slot.shape and slot.local_grad is not None:
-                self.grad_part = slot.local_grad
-            if self.main_param is not None and self.main_param is not param:
-                self.main_param.main_grad = self.grad_part  # type: ignore[attr-defined]
-        if grad is not None:
-            with torch.no_grad():
-                dtensor.copy_local_(main_grad, grad)
-            hang(param, main_grad)
-            self.bucket.is_dirty = True  # each rank had its own
-            self.bucket.note_version()
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether main_param holds more digits than the model's value (the parameter is bf16 or fp16)."""
-        return self.main_param is not None and self.bucket.main is not None
-
-    @property
-    def has_grad(self) -> bool:
-        """Whether it received a gradient since the last clear."""
-        return self.param.grad is not None or self.slot.is_reduced
-
-    @torch.no_grad()
-    def up_to_date_main_param(self) -> Tensor | None:
-        """Return main_param; where the model parameter was edited since, a copy with what `Buffers.take_over` will do.
-
-        So whoever saves sees the weights as they are, and weights that were swapped in for a while cost no digits.
-        """
-        if self.main_param is None or not self.is_rounded or not self.was_edited_outside():
-            return self.main_param
-        if self.bucket.model is not None and self.was_moved():
-            self.move_into(self.bucket.model)
-        value = self.main_param.detach().clone(memory_format=torch.preserve_format)
-        torch_ops.take_over_(value, self.model_part)
-        return value
-
-    @torch.no_grad()
-    def load_main_param(self, value: Tensor) -> None:
-        """Fill main_param; where the model parameter differs, the next `Buffers.take_over` sees it."""
-        if self.main_param is not None:
-            self.main_param.copy_(value)
-        self.forget_agreement()
-
-    def forget_agreement(self) -> None:
-        """Note that main_param was loaded: the next `Buffers.take_over` compares it with the model parameter."""
-        self.seen_version = self.param._version
-        self.is_loaded = True
-
-    def mark_synced(self) -> None:
-        """Note that model parameter and main_param agree as they stand."""
-        self.is_loaded = False
-        self.seen_version = self.param._version
-        local = dtensor.local_of(self.param)
-        self.seen_address = local.data_ptr()
-        # Also weakly by its storage: after two `p.data = tensor` the second may lie where the first one lay.
-        self.seen_storage = weakref.ref(local.untyped_storage())
-        self.main_version = self.main_param._version if self.main_param is not None else 0
-
-    def detach(self) -> None:
-        """Remove what wrapping attached; a gradient is kept, rounded to the parameter's own gradient dtype.
-
-        Nothing holds flat memory afterwards, so that it is freed whoever still holds the entry (a traceback, for one).
-        """
-        param, grad = self.param, self.param.grad
-        param.grad = None
-        for attribute in OUR_ATTRIBUTES:
-            vars(param).pop(attribute, None)
-        param.grad_dtype = param.dtype if self._grad_dtype_before is self.slot.dtype else self._grad_dtype_before
-        if grad is not None and grad.shape == param.shape and self.bucket.model is None:  # under a shard it is a share
-            param.grad = grad.detach().to(param.grad_dtype or param.dtype, copy=True)
-        if self.bucket.model is not None:  # its flat memory would live as long as any parameter of the bucket
-            dtensor.rebind(param, dtensor.local_of(param.data).clone(memory_format=torch.preserve_format))
-        self.slot.release()
-        self.main_param = self.grad_part = None
-        self.model_part = dtensor.local_of(param)
-
-    def was_moved(self) -> bool:
-        """Return whether ``p.data`` was rebound since the last `mark_synced`."""
-        local = dtensor.local_of(self.param)
-        return local.data_ptr() != self.seen_address or local.untyped_storage() is not self.seen_storage()
-
-    def was_edited_outside(self) -> bool:
-        """Return whether the model parameter was written or rebound since the last `mark_synced`."""
-        return self.param._version != self.seen_version or self.was_moved()
+from fusedopt.sharding.layout import ParamSpec, plan_buckets
 
 
 class Buffers:
@@ -379,7 +185,7 @@ class Buffers:
     @torch.no_grad()
     def take_over_unseen(self) -> None:
         """Compare all elements of all parameters, but for those whose main_param is ahead, or waits for its weights."""
-        self._take_over([entry for entry in self.entries if not (_was_written(entry) or entry.is_loaded)])
+        self._take_over([entry for entry in self.entries if not (entry.was_stepped or entry.is_loaded)])
 
     def _take_over(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
@@ -402,12 +208,12 @@ class Buffers:
             )
 
     def _shows_unseen_edit(self) -> bool:
-        """Return whether model parameters were edited in a way that torch does not count, see `sample`."""
+        """Return whether model parameters were edited in a way that torch does not count, see `Sample`."""
         if self.is_stepping:  # a step that failed left main_params ahead
             return False
         sample, entries = self._sample or self._draw()
         if sample.answers_late:
-            if any(_was_written(entry) for entry in entries):
+            if any(entry.was_stepped for entry in entries):
                 return False
             if sample.is_stale():
                 sample, entries = self._draw()
@@ -415,7 +221,7 @@ class Buffers:
         if found and sample.is_stale():  # an inner optimizer rebound a main_param
             sample, entries = self._draw()
             found = sample.look()
-        return any(not (_was_written(entries[number]) or entries[number].is_loaded) for number in found)
+        return any(not (entries[number].was_stepped or entries[number].is_loaded) for number in found)
 
     def _draw(self) -> tuple[Sample, list[Entry]]:
         rounded = [(e, e.main_param) for e in self.entries if e.is_rounded and e.main_param is not None]
@@ -433,7 +239,7 @@ class Buffers:
             everything: also those that have no gradient and were not seen to change.
             done: entries whose step wrote the model parameter, too.
         """
-        written = [e for e in self.entries if everything or e.has_grad or _was_written(e)]
+        written = [e for e in self.entries if everything or e.has_grad or e.was_stepped]
         is_done = {e.number for e in done}
         rounded = [e for e in written if e.is_rounded and e.number not in is_done]
         for backend, entries in _by_backend((e.bucket.backend, e) for e in rounded):
@@ -467,25 +273,147 @@ def _by_backend(items: Iterable[tuple[Backend, Any]]) -> list[tuple[Backend, lis
     return list(groups.items())
 
 
-def _was_written(entry: Entry) -> bool:
-    return entry.main_param is not None and entry.main_param._version != entry.main_version
+RUN = 8
+"""Neighbouring elements that are looked at together: in memory they cost as much as one."""
+
+NUM_RUNS = 16
+"""At least, over all parameters; of each one at least."""
 
 
-def _lend(slot: Slot, param: weakref.ref[nn.Parameter]) -> Tensor | None:
-    alive = param()
-    return slot.lend(alive) if alive is not None else None
+class Sample:
+    """A few elements of every rounded parameter, compared with the same elements of its main_param before each step.
+
+    After a write-back a model parameter is its main_param, rounded. What torch counts since then is seen by its
+    version, a rebound ``p.data`` by its address; a write through ``p.data`` (weight averaging, clamping) leaves no
+    trace, and the next write-back would undo it. Comparing all elements would cost about a fifth of the step; a few of
+    each parameter cost next to nothing, and whoever averages, copies, decays or prunes weights changes many.
+
+    On a CPU the answer is there at once. On a device nobody waits for it: it is copied to the host in the background,
+    and read in a later step.
+
+    Args:
+        models: local model values, bfloat16 or float16.
+        mains: as many main_params, float32, of the same shapes; on the same devices.
+    """
+
+    def __init__(self, models: Sequence[Tensor], mains: Sequence[Tensor]) -> None:
+        self._models, self._mains = list(models), list(mains)
+        self._addresses = self._now_at()
+        groups: dict[tuple[torch.dtype, torch.device], _Group] = {}
+        num_runs = max(1, NUM_RUNS // max(1, len(self._models)))
+        for number, (model, main) in enumerate(zip(models, mains, strict=True)):
+            key = model.dtype, model.device
+            if key not in groups:
+                groups[key] = _Group(*key)
+            groups[key].add(number, _runs_of(model.detach(), main.detach(), num_runs))
+        self._groups = [group for group in groups.values() if group.owners]
+
+    def _now_at(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in (*self._models, *self._mains)]
+
+    def is_stale(self) -> bool:
+        """Return whether a tensor was rebound: its elements are elsewhere now."""
+        return self._now_at() != self._addresses
+
+    @property
+    def answers_late(self) -> bool:
+        """Whether some answers come by `late`."""
+        return any(answers_late(group.device) for group in self._groups)
+
+    def look(self) -> list[int]:
+        """Compare, and return the numbers of the parameters that differ, as far as the host knows without waiting."""
+        return [number for group in self._groups for number in group.look()]
+
+    def late(self) -> list[int]:
+        """Return the numbers of parameters that an earlier `look` found to differ on a device."""
+        return [number for group in self._groups for number in group.late()]
 
 
-def _state_without_ours(param: weakref.ref[nn.Parameter]) -> dict[str, object] | None:
-    state = vars(param()) if param() is not None else {}
-    return {key: value for key, value in state.items() if key not in OUR_ATTRIBUTES} or None
+def answers_late(device: torch.device) -> bool:
+    """Return whether asking ``device`` for a result would make the host wait."""
+    return device.type != "cpu"
 
 
-def _main_param(view: Tensor, value: Tensor | None, param: nn.Parameter) -> nn.Parameter:
-    # `.data` gives the main_param a version counter of its own; views share their base's.
-    main_param = nn.Parameter(view.data, requires_grad=True)
-    if value is not None:
-        with torch.no_grad():
-            main_param.copy_(value)
-    main_param.__dict__.update({key: value for key, value in vars(param).items() if key not in OUR_ATTRIBUTES})
-    return main_param
+def _host_cell() -> Tensor:
+    return torch.zeros((), dtype=torch.int64, pin_memory=True)
+
+
+class _Group:
+    """The sample of one dtype and device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self.device = device
+        self.owners: list[int] = []  # by element
+        self._models: list[Tensor] = []
+        self._mains: list[Tensor] = []
+        self._answer: _Answer | None = None
+
+    def add(self, number: int, runs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Take ``runs`` of parameter ``number``."""
+        for model_view, main_view in runs:
+            self._models.append(model_view)
+            self._mains.append(main_view)
+            self.owners += [number] * model_view.numel()
+
+    def look(self) -> list[int]:
+        """Compare; see `Sample.look`."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return []
+        model = torch.cat(self._models).view(torch.int16)
+        main = torch.cat(self._mains).to(self._dtype).view(torch.int16)
+        if answers_late(self.device):
+            self._answer = self._answer or _Answer(len(self.owners), self.device)
+            self._answer.send(model != main)
+            return []
+        differs = model.numpy() != main.numpy()  # in memory of the host: asks no device
+        return list(dict.fromkeys(self.owners[place] for place in differs.nonzero()[0])) if differs.any() else []
+
+    def late(self) -> list[int]:
+        """Return what a device found; see `Sample.late`."""
+        place = self._answer.take() if self._answer is not None else None
+        return [] if place is None else [self.owners[place]]
+
+
+class _Answer:
+    """Brings the place of an element that differed from a device to the host, without waiting for it."""
+
+    def __init__(self, num_elements: int, device: torch.device) -> None:
+        self._places = torch.arange(1, num_elements + 1, device=device)
+        self._found = torch.zeros((), dtype=torch.int64, device=device)  # a place, from 1
+        self._on_host = _host_cell()
+
+    def send(self, differs: Tensor) -> None:
+        torch.maximum(self._found, torch.where(differs, self._places, 0).max(), out=self._found)
+        self._on_host.copy_(self._found, non_blocking=True)
+
+    def take(self) -> int | None:
+        if not int(self._on_host):  # memory of the host: nobody waits
+            return None
+        place = int(self._found) - 1  # waits, also for copies that are under way
+        self._found.zero_()
+        self._on_host.zero_()
+        return place
+
+
+def _runs_of(model: Tensor, main: Tensor, num_runs: int) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of 1-D views of the same elements."""
+    stretch = model.numel() // num_runs
+    if stretch <= RUN:
+        num_runs, stretch = min(num_runs, 1), model.numel()
+    # Anywhere in its stretch, so that runs are not all in one column of a matrix, or all at the start of a row.
+    starts = [i * stretch + (i + 1) * 7919 * RUN % max(1, stretch - RUN + 1) for i in range(num_runs)]
+    runs = [range(start, min(start + RUN, model.numel())) for start in starts if start < model.numel()]
+    if model.stride() == main.stride() and _is_dense(model):
+        return [(_run_of(model, run), _run_of(main, run)) for run in runs]
+    indices = [tuple(map(int, torch.unravel_index(torch.tensor(i), model.shape))) for run in runs for i in run]
+    return [(model[index].view(1), main[index].view(1)) for index in indices]
+
+
+def _run_of(tensor: Tensor, run: range) -> Tensor:
+    return tensor.as_strided((len(run),), (1,), tensor.storage_offset() + run.start)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span == tensor.numel()

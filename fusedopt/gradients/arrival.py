@@ -7,6 +7,8 @@ contribution before it sums; a post-accumulate hook, the first of the parameter'
 copies the first gradient after a clear into main_grad and hangs that on ``.grad``;
 from then on autograd adds into main_grad in place and the hook only looks.
 
+A `Window` counts micro-batches (gradient merge): one `step()` call is one of them, and every k-th acts.
+
 Knows nothing of what happens to a complete bucket.
 """
 
@@ -20,10 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fusedopt.buffers import threads
-from fusedopt.buffers.bucket import Slot
-from fusedopt.buffers.flat import Buffers, Entry
-from fusedopt.buffers.main_grad import claim, follow_writer, refuse_gradient
+from fusedopt.buffers.bucket import Entry, Slot
+from fusedopt.buffers.flat import Buffers
+from fusedopt.buffers.main_grad import (
+    backward_lock,
+    claim,
+    follow_writer,
+    is_only_backward,
+    note_arrival,
+    refuse_gradient,
+    was_only_backward,
+    watch_backwards,
+)
 from fusedopt.checks import refuse_ddp
 from fusedopt.sharding import dtensor
 
@@ -70,7 +80,7 @@ def arrive(door: Door, slot: Slot, param: Tensor) -> None:
 
 def arrive_on_cpu(door: Door, slot: Slot, param: Tensor) -> None:
     """Do the same where each backward runs in its caller's thread, so that several may run at once."""
-    threads.arrived(door)
+    note_arrival(door)
     arrive(door, slot, param)
 
 
@@ -106,21 +116,21 @@ def fold(door: Door, slot: Slot, param: Tensor) -> None:
     refuse_gradient(param, grad, name=slot.name, is_fsdp=slot.is_fsdp)
     if main_grad is not None and main_grad.is_zero:  # type: ignore[attr-defined]
         _refuse_unseen_write(slot, grad)
-    if dtensor.is_dtensor(param):
+    if slot.is_dtensor:
         _place(slot, param, grad)
     if grad.is_cuda or not door.may_wait or torch._C._current_graph_task_id() < 0:
         claim(param)
     else:
-        with threads.lock:
-            if not threads.is_alone():
+        with backward_lock:
+            if not is_only_backward():
                 return  # it stays with torch, which adds to it under a lock, until a later arrival or the step
             claim(param)
     follow_writer(param.main_grad, will_write=False)  # type: ignore[attr-defined]
 
 
 def _refuse_unseen_write(slot: Slot, grad: Tensor | None) -> None:
-    with threads.lock:  # no other backward begins meanwhile; one that ran already may have written
-        if threads.has_been_alone():
+    with backward_lock:  # no other backward begins meanwhile; one that ran already may have written
+        if was_only_backward():
             slot.refuse_unseen_write(grad)
 
 
@@ -153,7 +163,7 @@ class Arrival:
 
     def watch(self, entries: Sequence[Entry]) -> None:
         """Fold every gradient that arrives for ``entries`` from now on."""
-        threads.watch()
+        watch_backwards()
         for entry in entries:
             hook = arrive_on_cpu if entry.slot.device.type == "cpu" else arrive
             self._hook_first(entry.param, functools.partial(hook, self._door, entry.slot))
@@ -211,3 +221,115 @@ def _refuse_unfrozen(name: str, param: Tensor) -> None:
         f"a gradient arrived for parameter {name}, which was frozen when the optimizer was wrapped and has no "
         "main_grad yet. Call optimizer.zero_grad() after requires_grad_(True) and before the next backward"
     )
+
+
+class WindowLost(RuntimeError):
+    """The gradients of a window cannot be used any more: it begins anew, on all ranks."""
+
+
+class Window:
+    """The micro-batches since the last step that acted.
+
+    Args:
+        num_micro_batches: k; with 1 the caller owns accumulation, and every `step()` call acts.
+
+    Attributes:
+        num_pending: micro-batches whose `step()` call did not end the window.
+        is_averaged: whether gradients are the mean already: a clip in the last micro-batch divided them.
+        clips: (max_norm, norm_type) of the clips since the last `step()` call that are still to be applied. A part of a
+            window cannot be clipped, so they wait for what comes next: a call that ends the window applies them.
+    """
+
+    def __init__(self, num_micro_batches: int) -> None:
+        self.num_micro_batches = num_micro_batches
+        self.num_pending = 0
+        self.is_averaged = False
+        self.clips: list[tuple[float, float]] = []
+        self._kept: list[tuple[Entry, int]] = []
+        self._seen_arrivals = 0  # at the last `step()` call
+        self._averaged_arrivals = 0
+
+    @property
+    def is_merging(self) -> bool:
+        """Whether fusedopt counts micro-batches at all (k > 1)."""
+        return self.num_micro_batches > 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the micro-batch whose `step()` call is still to come ends the window."""
+        return self.num_pending + 1 >= self.num_micro_batches
+
+    def has_begun(self, num_arrivals: int) -> bool:
+        """Return whether a gradient arrived since the last `step()` call; ``num_arrivals`` is how many did ever."""
+        return num_arrivals != self._seen_arrivals
+
+    def averaged(self, num_arrivals: int) -> None:
+        """Note that gradients were divided: what arrives from now on would not be."""
+        self.is_averaged = True
+        self._averaged_arrivals = num_arrivals
+
+    def check_averaged(self, num_arrivals: int) -> None:
+        """Raise if a gradient arrived after the window was averaged; the window is dropped.
+
+        Raises:
+            RuntimeError: saying what to do.
+        """
+        if self.is_averaged and num_arrivals != self._averaged_arrivals:
+            self.restart()
+            raise WindowLost(
+                "a backward ran after optimizer.clip_grad_norm_() had averaged and clipped the window of "
+                f"{self.num_micro_batches} micro-batches, so its gradients would count {self.num_micro_batches} times. "
+                "Call clip_grad_norm_() after the last backward, right before step(). This window is lost: call "
+                "optimizer.zero_grad() now and start over"
+            )
+
+    def check_flush(self, num_arrivals: int) -> None:
+        """Raise if gradients arrived that no `step()` call counted: the mean would leave their micro-batch out.
+
+        Raises:
+            RuntimeError: saying what to do; nothing was changed.
+        """
+        if self.has_begun(num_arrivals):
+            raise RuntimeError(
+                f"flush() was called with {self.num_pending} micro-batch(es) pending and gradients of one more, for "
+                "which step() was not called: the mean would be over one too few. Call step() after every backward, "
+                "the last one too, and flush() after it"
+            )
+
+    def check_kept(self) -> None:
+        """Raise if a gradient of this window was cleared or replaced since the last `step()` call.
+
+        The window is dropped, so that the caller can go on with a fresh one.
+
+        Raises:
+            RuntimeError: naming the parameter.
+        """
+        for entry, num_first_touches in self._kept:
+            if entry.param.grad is None or entry.slot.num_first_touches != num_first_touches:
+                pending = self.num_pending
+                self.restart()
+                raise WindowLost(
+                    f"the gradient of parameter {entry.slot.name} was cleared or replaced (by model.zero_grad(), or "
+                    f"by assigning param.grad) while {pending} micro-batch(es) of a window of "
+                    f"{self.num_micro_batches} were pending. Clear with optimizer.zero_grad(), which waits for the end "
+                    "of the window. This window is lost: call optimizer.zero_grad() now and start over"
+                )
+
+    def add(self, entries: Sequence[Entry], num_arrivals: int) -> None:
+        """Count one micro-batch that does not end the window; ``entries`` are those with a gradient."""
+        self.num_pending += 1
+        self.clips = []
+        self._seen_arrivals = num_arrivals
+        self._kept = [(entry, entry.slot.num_first_touches) for entry in entries]
+
+    def end(self, num_arrivals: int) -> None:
+        """Note that a step acted."""
+        self.restart()
+        self._seen_arrivals = num_arrivals
+
+    def restart(self) -> None:
+        """Begin a new window."""
+        self.num_pending = 0
+        self.is_averaged = False
+        self.clips = []
+        self._kept = []

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from fusedopt.buffers.flat import Entry
+from fusedopt.buffers.bucket import Entry
 from fusedopt.checks import hidden_optimizers
 from fusedopt.inner.copies import global_step_hooks_muted, state_to_come
 from fusedopt.inner.guard import StepGuard

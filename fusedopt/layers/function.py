@@ -22,8 +22,7 @@ from torch.autograd.function import FunctionMeta
 
 from fusedopt.backends import for_weight
 from fusedopt.backends.offers import LOW_PRECISION
-from fusedopt.buffers import threads
-from fusedopt.buffers.main_grad import AddingTo, describe, has_main_grad
+from fusedopt.buffers.main_grad import AddingTo, backward_lock, describe, has_main_grad, is_only_backward
 
 
 class Destination(enum.Enum):
@@ -145,8 +144,8 @@ def _add(weight: Tensor, write: Callable[[Tensor, bool], None]) -> bool:
         with AddingTo(weight) as (main_grad, has_sum):
             write(main_grad, has_sum)
         return True
-    with threads.lock:
-        if not threads.is_alone():
+    with backward_lock:
+        if not is_only_backward():
             return False
         with AddingTo(weight) as (main_grad, has_sum):
             write(main_grad, has_sum)

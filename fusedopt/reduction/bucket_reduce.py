@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fusedopt.buffers.bucket import Bucket
-from fusedopt.buffers.flat import Buffers, Entry
+from fusedopt.buffers.bucket import Bucket, Entry
+from fusedopt.buffers.flat import Buffers
 from fusedopt.sharding.comm import DataParallelGroup, Pending
 
 

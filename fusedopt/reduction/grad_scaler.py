@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import OptState
 
 from fusedopt.buffers.bucket import Bucket
 from fusedopt.buffers.flat import Buffers
-from fusedopt.gradients.accumulation import WindowLost
+from fusedopt.gradients.arrival import WindowLost
 
 _SHARDED_MODULE = "torch.distributed.fsdp.sharded_grad_scaler"
 _MARK = "unscaled by fusedopt"

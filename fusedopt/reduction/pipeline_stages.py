@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fusedopt.backends import torch_ops
-from fusedopt.buffers.flat import Buffers, Entry
+from fusedopt.buffers.bucket import Entry
+from fusedopt.buffers.flat import Buffers
 
 _STAGE_MODULE = "torch.distributed.pipelining.stage"
 

@@ -34,10 +34,10 @@ from typing import NoReturn
 
 import torch
 
-from fusedopt.buffers.bucket import Bucket, Slot
-from fusedopt.buffers.flat import Buffers, Entry
+from fusedopt.buffers.bucket import Bucket, Entry, Slot
+from fusedopt.buffers.flat import Buffers
 from fusedopt.buffers.main_grad import hang
-from fusedopt.gradients.accumulation import WindowLost
+from fusedopt.gradients.arrival import WindowLost
 from fusedopt.reduction.backward_watch import BackwardWatch
 from fusedopt.reduction.bucket_reduce import Parcel, Transport
 from fusedopt.reduction.pipeline_stages import StageEdits

@@ -15,8 +15,8 @@ import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from fusedopt.buffers.bucket import Bucket
-from fusedopt.buffers.flat import Buffers, Entry
+from fusedopt.buffers.bucket import Bucket, Entry
+from fusedopt.buffers.flat import Buffers
 from fusedopt.sharding.channel import Kind
 
 _NUMBER_BYTES = 4  # of each number, followed by its inverse: all agree where the two have no bit in common

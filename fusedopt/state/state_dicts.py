@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedopt.buffers.flat import Entry
+from fusedopt.buffers.bucket import Entry
 from fusedopt.inner.listing import Group
 from fusedopt.inner.loading import has_own_format, load_in_place
 from fusedopt.inner.optimizers import HAS_STATE, InnerOptimizers, cut_of

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from fusedopt import live_wrappers
 from fusedopt.buffers.flat import Buffers
 from fusedopt.config import MainGradConfig
-from fusedopt.gradients.accumulation import Window
-from fusedopt.gradients.arrival import Arrival
+from fusedopt.gradients.arrival import Arrival, Window
 from fusedopt.gradients.clip import Clip
 from fusedopt.inner.copies import from_portable
 from fusedopt.inner.listing import Group

@@ -20,7 +20,8 @@ from fusedopt.backends import FusedStep
 from fusedopt.backends.offers import Adam as AdamRule
 from fusedopt.backends.offers import Rule, Spans
 from fusedopt.backends.offers import Sgd as SgdRule
-from fusedopt.buffers.flat import Buffers, Entry
+from fusedopt.buffers.bucket import Entry
+from fusedopt.buffers.flat import Buffers
 from fusedopt.inner.guard import StepGuard
 
 _MADE_OTHERWISE = ("amsgrad", "maximize", "differentiable", "capturable")

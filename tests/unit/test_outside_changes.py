@@ -10,7 +10,7 @@ from reference import Reference
 from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
-from fusedopt.buffers import sample
+from fusedopt.buffers import flat
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES = {**LOW, "fp32": torch.float32}
@@ -541,8 +541,8 @@ def test_an_inner_optimizer_that_rebinds_its_parameters_is_no_edit_from_outside(
 @pytest.fixture
 def answers_late(monkeypatch):
     """A device whose answers come in the background, and are there by the next step."""
-    monkeypatch.setattr(sample, "answers_late", lambda device: True)
-    monkeypatch.setattr(sample, "_host_cell", lambda: torch.zeros((), dtype=torch.int64))
+    monkeypatch.setattr(flat, "answers_late", lambda device: True)
+    monkeypatch.setattr(flat, "_host_cell", lambda: torch.zeros((), dtype=torch.int64))
 
 
 def test_on_a_device_a_write_through_data_raises_by_name_in_the_next_step(answers_late):
