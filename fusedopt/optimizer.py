@@ -2,15 +2,19 @@
 
     loss.backward() -> arrival -> main_grad -> reduce -> unscale + clip -> inner.step() on main_param -> write-back
 
-Wires the other files; the work is theirs. Knows nothing of Hugging Face or of module types.
+Wires the other files; the work is theirs. `step` is the diagram, from main_grad on: every arrow is one call.
+Knows nothing of Hugging Face or of module types.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,7 +24,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from fusedopt import backends, live_wrappers
-from fusedopt.buffers.bucket import Sharding
+from fusedopt.buffers.bucket import Entry, Sharding
 from fusedopt.buffers.flat import Buffers
 from fusedopt.checks import (
     all_named,
@@ -35,31 +39,36 @@ from fusedopt.checks import (
     refuse_unsupported,
 )
 from fusedopt.config import MainGradConfig
-from fusedopt.gradients import dynamo, stock_clip
-from fusedopt.gradients.arrival import Arrival, Window
-from fusedopt.gradients.clip import Clip, checked_norm
-from fusedopt.inner.listing import Group
-from fusedopt.inner.optimizers import InnerOptimizers
+from fusedopt.gradients import stock_clip
+from fusedopt.gradients.arrival import Arrival, Window, has_compiled, watch_compiler
+from fusedopt.gradients.clip import Clip, Scaling, checked_norm
+from fusedopt.inner.copies import from_portable
+from fusedopt.inner.optimizers import Group, InnerOptimizers
 from fusedopt.inner.shard_probe import ShardBy
 from fusedopt.reduction.grad_scaler import Scalers, asking_scaler
 from fusedopt.reduction.parameter_gather import Gather
 from fusedopt.reduction.rounds import Reduction
-from fusedopt.registration import Adoption
+from fusedopt.registration import Registration
 from fusedopt.sharding.channel import Kind
 from fusedopt.sharding.comm import DataParallelGroup
 from fusedopt.sharding.replicas import start_alike
-from fusedopt.state.stateful import GONE_WHEN_UNWRAPPED, StatefulOptimizer
+from fusedopt.state.persistence import Persistence
 from fusedopt.state.view import StateView
 from fusedopt.step.closures import Closures
-from fusedopt.step.update import Update, profiled
+from fusedopt.step.fused_step import step_fused
 
 Closure = Callable[[], Any]
 
 MIB_NUMEL = 2**20 // 4
 """fp32 elements in one MiB."""
 
+_GONE_WHEN_UNWRAPPED = (
+    *("_inner", "_buffers", "_arrival", "_registration", "_closures", "_gather", "_reduction", "_persistence"),
+    "_state",
+)
 
-class FusedMainGradOptimizer(StatefulOptimizer):
+
+class FusedMainGradOptimizer(Optimizer):
     """Wrap any torch optimizer: fp32 gradient accumulation and fp32 updates for a bf16 or fp16 model.
 
     Every trainable parameter gets ``param.main_grad``, a view of a flat fp32 buffer, and after a backward
@@ -111,9 +120,9 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             held = check_all_parameters(optimizers, is_sharded=is_sharded, rewrap=rewrap)
             refuse_hidden(optimizers)
             for wrapper in held:
-                wrapper._agree()
+                wrapper._agree_with_inner()
             is_fsdp = check_engines(all_named(optimizers), config.shard)
-            _resolve_all(config.backend, all_named(optimizers))
+            _check_backend(config.backend, all_named(optimizers))
             shard_by = ShardBy(inner_optimizers, config.shard_by)
             shard_by.check(is_sharded=is_sharded)
         comm = DataParallelGroup.alone(norm_group) if is_fsdp else comm
@@ -126,7 +135,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         self._wire(inner_optimizers, config, comm, shard_by)
         for param, grad in gradients:
             param.grad = grad
-        self._arrival.adopt()
+        self._arrival.fold_assigned()
 
     def _wire(
         self, inner: InnerOptimizers, config: MainGradConfig, comm: DataParallelGroup, shard_by: ShardBy | None = None
@@ -150,29 +159,61 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         self._arrival = Arrival(self._buffers, self._reduction.arrived if comm.world_size > 1 else None)
         self._gather = Gather(comm, self._buffers, overlap=config.overlap_param_gather)
         self._clip = Clip(self._buffers, comm, config.max_grad_norm, config.nonfinite)
-        closures = Closures(inner, self._buffers, self._clip, comm)
-        self._update = Update(inner, self._buffers, self._clip, self._gather, closures)
+        self._closures = Closures(inner, self._buffers, self._clip, comm)
         self._scalers = Scalers(self, self._buffers)
         placement = (shard_by or ShardBy(inner, config.shard_by)) if sharding.is_sharded else None
         is_alone = comm.world_size == 1
-        self._adoption = Adoption(inner, self._buffers, self._arrival, self._gather, placement, is_alone=is_alone)
+        self._registration = registration = Registration(
+            inner, self._buffers, self._arrival, self._gather, placement, is_alone=is_alone
+        )
+        self._persistence = Persistence(inner, self._buffers, registration, comm)
         super().__init__([dict(inner.group(i)) for i in range(inner.num_groups)], inner.common_defaults())
         self._state = StateView(inner)
         # A wrapper that is dropped leaves the model as torch made it: hooks hold no reference to the wrapper.
-        self._finalizer = weakref.finalize(self, self._adoption.release)
+        self._finalizer = weakref.finalize(self, self._registration.release)
         self._finalizer.atexit = False
-        live_wrappers.add(self, self._adoption.holds)
+        live_wrappers.add(self, self._registration.holds)
         try:
             for index in range(len(self.param_groups)):
-                self._adoption.adopt_group(index, self.param_groups)
+                self._registration.register_group(index, self.param_groups)
         except BaseException:  # out of memory, for one
             self._retire("was never finished: wrapping it failed")
             raise
-        dynamo.watch(self._buffers)
+        watch_compiler(self._buffers)
         if sharding.is_sharded:
             stock_clip.watch(self._buffers)
 
     # -- parameters and groups
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """The groups with the model's parameters: what the lists hold, in their order, is what is trained.
+
+        An edit is followed, by identity of the parameters, in the next `step`, `zero_grad` or `state_dict`.
+        Hyper-parameters that a scheduler on the inner optimizer changed are seen here.
+        """
+        inner: InnerOptimizers | None = vars(self).get("_inner")
+        if inner is not None:
+            inner.show()
+        return self._param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        """Take other lists; see above."""
+        self._param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizers' state by model parameter, live; assigning to it replaces all of that."""
+        return self._state
+
+    @state.setter
+    def state(self, state: MutableMapping[Any, Any]) -> None:
+        """Replace all inner state."""
+        if "_state" in vars(self):  # not in torch's constructor, which starts without any
+            entries = dict(state)
+            self._state.clear()
+            self._state.update(entries)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, as on a stock optimizer; with several inner ones, ``param_group["inner"]`` is its number.
@@ -183,9 +224,9 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         if len(self.param_groups) < self._inner.num_groups:  # torch's constructor adds the groups that inner has
             super().add_param_group(param_group)
             return
-        self._adoption.follow(self.param_groups)
+        self._registration.follow(self.param_groups)
         if self._comm.world_size == 1:  # else something of them may be under way
-            self._adoption.let_go()
+            self._registration.let_go()
         params = param_group["params"]
         if not isinstance(params, set):  # torch refuses a set, whose order changes between runs
             params = [params] if isinstance(params, Tensor) else list(params)
@@ -196,15 +237,15 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             with self._comm.together("add_param_group()"):
                 check_parameters(named)
                 refuse_shared_memory([*held, *named], is_sharded=self._buffers.sharding.is_sharded)
-                _resolve_all(self.config.backend, named)
-                self._inner.add_group({**param_group, "params": params})
+                _check_backend(self.config.backend, named)
+                self._registration.wiring.add_group({**param_group, "params": params})
             inner_group = self._inner.group(index)
             start_alike(self._comm, named_params(inner_group, index), None, broadcast=self.config.broadcast_params)
         except BaseException:  # for one, of another rank
-            self._inner.drop_groups(index)
+            self._registration.wiring.drop_groups(index)
             raise
         super().add_param_group({**inner_group, "params": list(inner_group["params"])})
-        self._adoption.adopt_group(index, self.param_groups)
+        self._registration.register_group(index, self.param_groups)
 
     # -- the step
 
@@ -259,20 +300,6 @@ class FusedMainGradOptimizer(StatefulOptimizer):
                 "backward; call optimizer.step(closure)"
             )
 
-    def _prepare(self) -> None:
-        """Bring main_grad up to date, and raise on anything that was replaced or edited since wrapping."""
-        edited = self._reduction.edited_outside()
-        if edited:
-            self._window.restart()
-            self._scalers.explain(edited)
-        dynamo.watch(self._buffers)
-        self._adoption.follow(self.param_groups)
-        self._buffers.check_views()
-        self._adoption.look_for(self._arrival.adopt())
-        self._window.check_kept()
-        self._window.check_averaged(self._arrival.num_arrivals)
-        self._reduction.note_versions()
-
     def _finish_window(self, num_micro_batches: int, *, is_early: bool = False) -> None:
         """Make one update: the diagram at the top of this file, from main_grad on."""
 
@@ -280,21 +307,46 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             self._prepare()
             if is_early:
                 self._window.check_flush(self._arrival.num_arrivals)
-            return self._update.begin(self.param_groups)
+            return self._take_over()
 
         self._reduce(Kind.STEP, num_micro_batches, prepare)
         try:
-            for max_norm, norm_type in self._window.clips:
-                self._clip_mean(max_norm, norm_type, num_micro_batches)
-            num_addends = self._num_addends(num_micro_batches)
-            scaling = self._update.clip(num_addends, makes_state=self._reduction.makes_state)
+            scaling = self._clip_gradients(num_micro_batches)
             if scaling is not None:
-                self._update.step(scaling)
-                self._update.write_back()
-                self._update.gather(self.param_groups, may_overlap=not dynamo.has_traced())
+                written = self._step_inner(scaling)
+                self._write_back(written)
+                self._gather_parameters()
         finally:
             self._window.end(self._arrival.num_arrivals)
             self._reduction.window_ended()
+
+    def _prepare(self) -> None:
+        """Bring main_grad up to date, and raise on anything that was replaced or edited since wrapping."""
+        edited = self._reduction.edited_outside()
+        if edited:
+            self._window.restart()
+            self._scalers.explain(edited)
+        watch_compiler(self._buffers)
+        self._registration.follow(self.param_groups)
+        self._buffers.check_views()
+        self._registration.look_for(self._arrival.fold_assigned())
+        self._window.check_kept()
+        self._window.check_averaged(self._arrival.num_arrivals)
+        self._reduction.note_versions()
+
+    def _take_over(self) -> bool:
+        """Bring hyper-parameters and main_params up to date with what was changed from outside.
+
+        Returns:
+            Whether weights had been changed in a way that torch does not see, see `Buffers.take_over`.
+
+        Raises:
+            RuntimeError: naming a hyper-parameter that was changed on both sides.
+        """
+        if self._gather.started:
+            self._gather.finish()
+        self._inner.agree(self.param_groups)
+        return self._buffers.take_over()
 
     def _reduce(self, kind: Kind, num_micro_batches: int, prepare: Callable[[], bool]) -> bool:
         """Prepare, and make gradients the sum over ranks. What one rank must refuse, all refuse; the window stays.
@@ -307,12 +359,47 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         Returns:
             What ``prepare`` returned: whether it was true on any rank.
         """
-        with profiled("fusedopt.reduce"):
+        with _profiled("fusedopt.reduce"):
             noted = self._reduction.meet(kind, num_micro_batches, prepare)
-        self._adoption.let_go()
+        self._registration.let_go()
         if kind is Kind.STEP and noted and self._comm.world_size > 1:
             self._buffers.take_over_unseen()  # an edit that shows in one rank's part may not in another's
         return noted
+
+    def _clip_gradients(self, num_micro_batches: int) -> Scaling | None:
+        """Bring gradients to their clipped mean, or leave that to the step; None where it must be left out."""
+        with _profiled("fusedopt.clip"):
+            for max_norm, norm_type in self._window.clips:
+                self._clip_mean(max_norm, norm_type, num_micro_batches)
+            return self._clip.for_step(
+                self._num_addends(num_micro_batches),
+                may_be_on_device=self._inner.takes_found_inf,
+                makes_state=self._reduction.makes_state,
+            )
+
+    def _step_inner(self, scaling: Scaling) -> list[Entry]:
+        """Step the inner optimizers on main_params; return the entries whose model parameters were written as well."""
+        grad_scale, found_inf = scaling
+        written: list[Entry] = []
+        instead = None
+        if self._buffers.has_fused_step:
+            instead = functools.partial(step_fused, self._buffers, written)
+        with _profiled("fusedopt.step"):
+            self._buffers.is_stepping = True
+            self._inner.step(self._buffers.entries, grad_scale=grad_scale, found_inf=found_inf, instead=instead)
+        return written
+
+    def _write_back(self, written: Sequence[Entry]) -> None:
+        """Round main_params into the model, but for the entries whose step did so itself."""
+        with _profiled("fusedopt.write_back"):
+            self._buffers.write_back(done=written)
+
+    def _gather_parameters(self, *, may_overlap: bool = True) -> None:
+        """Bring what other ranks updated, and let groups show what inner optimizers wrote into theirs."""
+        with _profiled("fusedopt.gather"):
+            if self._buffers.sharding.is_sharded:
+                self._gather.start(may_overlap=may_overlap and not has_compiled())
+            self._inner.agree(self.param_groups)
 
     def _clip_mean(self, max_norm: float, norm_type: float, num_micro_batches: int) -> Tensor:
         """Clip the mean of a whole window, and return its norm before."""
@@ -339,7 +426,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
 
         def prepare() -> bool:
             self._prepare()
-            self._update.begin(self.param_groups)
+            self._take_over()
             return False
 
         def begin() -> None:
@@ -358,12 +445,12 @@ class FusedMainGradOptimizer(StatefulOptimizer):
             begin()  # SAM begins with the gradients that stand
         elif not is_sharded:
             with self._comm.together("step(closure)"):
-                self._update.begin(self.param_groups)
+                self._take_over()
         try:
-            may_overlap = not dynamo.has_traced()
-            return self._update.apply_by_closure(
-                self.param_groups, evaluate, num_addends, is_merging=is_merging, may_overlap=may_overlap
-            )
+            with _profiled("fusedopt.step"):
+                result = self._closures.step(evaluate, num_addends, is_merging=is_merging)
+            self._gather_parameters()
+            return result
         finally:
             self._window.restart()
             self._reduction.window_ended()
@@ -380,7 +467,7 @@ class FusedMainGradOptimizer(StatefulOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as torch does; does nothing while a micro-batch of a window is pending."""
-        self._adoption.follow(self.param_groups)
+        self._registration.follow(self.param_groups)
         if self._window.num_pending == 0:
             super().zero_grad(set_to_none)
             if set_to_none:
@@ -493,12 +580,175 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         self._switch("eval")
 
     def _switch(self, method: str) -> None:
-        self._adoption.follow(self.param_groups)
-        self._update.switch(self.param_groups, method)
+        self._registration.follow(self.param_groups)
+        has_it = self._inner.has(method)
+        if method == "train" and not has_it:  # a Trainer calls it before every micro-batch; gathers are to overlap
+            return
+        self._take_over()
+        if has_it:
+            self._inner.call(method)
+            self._buffers.write_back(everything=True)
+            self._gather_parameters(may_overlap=False)
+
+    # -- what outlives a step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return parameters' main_param and inner state in full precision, and the groups; never communicates.
+
+        Tensors are the live ones, as with torch. Read it back with ``torch.load(weights_only=True)``. Under a shard it
+        is this rank's part, unless `consolidate_state_dict` brought the whole here.
+
+        Inner state that is neither a tensor nor a builtin goes in as it is, with a warning: it takes
+        ``weights_only=False`` to read it.
+
+        Raises:
+            ValueError, RuntimeError: if ``torch.distributed.checkpoint`` asks for what it cannot have.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        self._gather.finish()
+        self._agree_with_inner()
+        self._arrival.fold_assigned()
+        state_dict = self._persistence.state_dict(self.param_groups)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = post_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, or a bare torch optimizer's state dict, into existing storage.
+
+        All ranks call it. Each takes its own part out of a whole state dict, whatever saved that; a part that one rank
+        saved loads on that rank, in the same layout. The model's weights are not touched: at the next step an element
+        whose model value still is the rounded main_param keeps the loaded main_param, so that model and optimizer load
+        in either order.
+
+        Raises:
+            ValueError: naming what does not fit (groups, names, shapes, dtypes, layout); nothing was changed, on any
+                rank: the others raise a RuntimeError that quotes it.
+        """
+
+        def run_pre_hooks(copied: dict[str, Any]) -> dict[str, Any]:
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                replaced = pre_hook(self, copied)
+                copied = copied if replaced is None else replaced
+            return copied
+
+        self._persistence.load(self.param_groups, state_dict, run_pre_hooks)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring all state together on rank ``to``: until the next step or load, `state_dict` returns the whole there.
+
+        All ranks call it; the other ranks' `state_dict` stays their part. The whole is on the CPU, in the form of one
+        process, and loads into any layout. Takes there as much memory as that, and one tensor more. Without a shard
+        every rank has the whole anyway, and nothing is done.
+
+        Args:
+            to: rank among the data-parallel ranks.
+
+        Raises:
+            ValueError: if there is no such rank, or an inner optimizer's state is in a format of its own.
+            RuntimeError: if state differs between ranks.
+            All ranks raise it.
+        """
+        self._gather.finish()
+        self._persistence.consolidate(self.param_groups, to)
+
+    def _agree_with_inner(self) -> None:
+        """Bring the inner optimizers' groups and hyper-parameters up to date with the wrapper's."""
+        self._registration.follow(self.param_groups)
+        self._inner.agree(self.param_groups)
+
+    def unwrap(self) -> Optimizer | list[Optimizer]:
+        """Give back the inner optimizer (the list, if several) over the model's own parameters.
+
+        Every hook and attribute is removed, and memory is freed at once; state is cast to the parameters' dtype, as
+        torch keeps it; the fp32 digits of main_params are gone. A gradient is kept, rounded to the parameter's dtype;
+        under a shard, where a rank has its share of it, it is cleared. The wrapper cannot be used any more.
+        """
+        self._gather.finish()
+        self._agree_with_inner()
+        optimizers = list(self._inner.optimizers)
+        self._retire("was unwrapped; step the inner optimizer, or wrap it anew")
+        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def _retire(self, why: str) -> None:
+        live_wrappers.remove(self)
+        self._finalizer()
+        self._why_gone = why
+        for name in _GONE_WHEN_UNWRAPPED:
+            vars(self).pop(name, None)
+
+    def _give_up(self, trainable: Collection[int]) -> list[tuple[nn.Parameter, Tensor]]:
+        """Unwrap in favour of a new wrapper, which goes on with the gradients of its parameters as they stand.
+
+        Args:
+            trainable: `id` of the new wrapper's trainable parameters.
+
+        Returns:
+            The parameters among them that have a gradient, with that. Of a window that is pending, or under a shard,
+            where a rank has a share, gradients are cleared, with a warning.
+        """
+        self._gather.finish()
+        entries = [entry for entry in self._buffers.with_grad() if id(entry.param) in trainable]
+        num_pending, is_sharded = self._window.num_pending, self._buffers.sharding.is_sharded
+        is_whole = not (num_pending or is_sharded)
+        if entries and not is_whole:
+            found = f"{num_pending} micro-batch(es) of a window are pending" if num_pending else "a rank has its share"
+            warnings.warn(
+                f"rewrap=True cleared the gradients of {len(entries)} parameter(s), {entries[0].slot.name} the first: "
+                f"the wrapper that held them cannot hand them over ({found}). To lose none, end a window with flush(), "
+                "and step and clear before wrapping anew",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        kept = [(entry.param, entry.param.grad) for entry in entries if is_whole and entry.param.grad is not None]
+        for entry in entries:
+            entry.param.grad = None
+        self._retire(f"was unwrapped: a later {type(self).__name__}(rewrap=True) took its parameters over; use that")
+        return kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles are made of; gradients and a pending window are left out, as in torch."""
+        self._agree_with_inner()
+        if self._registration.was_relaid and self._buffers.sharding.is_sharded:
+            raise RuntimeError(
+                "an optimizer whose param_groups were edited under a shard cannot be copied: a copy would be laid out "
+                "in another way. Build an equal one, and load what consolidate_state_dict() and state_dict() give"
+            )
+        return {
+            "config": self.config,
+            "comm": self._comm,
+            "inner": self._registration.wiring.portable(),
+            "order": self._inner.order,
+            "trained": [entry.param for entry in self._buffers.entries],
+            "unfrozen": list(self._registration.unfrozen),
+            "main_params": self._persistence.copied_main_params(self.param_groups),
+            "skipped_steps": self._clip.skips.total(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Wrap the copied inner optimizers anew, on buffers of their own."""
+        optimizers = from_portable(state["inner"])
+        trained, unfrozen = state["trained"], state["unfrozen"]
+        requires_grad = [param.requires_grad for param in trained]
+        for param in trained:  # all in the order of the original, since a shard's layout has to be the same
+            param.requires_grad_(all(param is not late for late in unfrozen))
+        self._wire(InnerOptimizers(optimizers, state["order"]), state["config"], state["comm"])
+        for param in unfrozen:
+            param.requires_grad_(True)
+            self._registration.follow(self.param_groups)
+        for param, flag in zip(trained, requires_grad, strict=True):
+            param.requires_grad_(flag)
+        self._registration.wiring.take_state(state["inner"])
+        self._persistence.restore_main_params(self.param_groups, state["main_params"])
+        self._clip.skips.restore(state["skipped_steps"])
 
     def __getattr__(self, name: str) -> Any:
         """Fall through to the first inner optimizer that has the attribute."""
-        if name in GONE_WHEN_UNWRAPPED and "_finalizer" in vars(self):
+        if name in _GONE_WHEN_UNWRAPPED and "_finalizer" in vars(self):
             raise RuntimeError(f"this FusedMainGradOptimizer {self._why_gone}")
         inner = vars(self).get("_inner")
         if inner is not None and not name.startswith("__"):
@@ -508,7 +758,13 @@ class FusedMainGradOptimizer(StatefulOptimizer):
         raise AttributeError(f"neither {type(self).__name__} nor its inner optimizer has an attribute {name!r}")
 
 
-def _resolve_all(backend: str, named: Iterable[tuple[str, Tensor]]) -> None:
+def _profiled(name: str) -> AbstractContextManager[Any]:
+    """Let a profile show the body as ``name``; where there is none, torch's own function would cost 10 us."""
+    is_on = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)  # private to torch; another may have none
+    return torch.profiler.record_function(name) if is_on else contextlib.nullcontext()
+
+
+def _check_backend(backend: str, named: Iterable[tuple[str, Tensor]]) -> None:
     for device, dtype in {(param.device, param.dtype): None for _, param in named}:
         backends.resolve(backend, device, dtype)
 

@@ -27,13 +27,13 @@ from fusedopt.checks import (
 )
 from fusedopt.gradients import stock_clip
 from fusedopt.gradients.arrival import Arrival
-from fusedopt.inner.listing import Group
 from fusedopt.inner.membership import Edit, Membership
-from fusedopt.inner.optimizers import InnerOptimizers
+from fusedopt.inner.optimizers import Group, InnerOptimizers
+from fusedopt.inner.wiring import Wiring
 from fusedopt.reduction.parameter_gather import Gather
 
 
-class Adoption:
+class Registration:
     """The parameters of one wrapper.
 
     Args:
@@ -66,6 +66,7 @@ class Adoption:
         self._gather = gather
         self._shard_by = shard_by
         self._is_alone = is_alone
+        self.wiring = Wiring(inner)
         self._membership = Membership(inner)
         self._frozen: dict[int, tuple[str, nn.Parameter]] = {}
         self._leaving: dict[int, Entry] = {}
@@ -82,13 +83,13 @@ class Adoption:
         held: tuple[dict[int, Any], ...] = (self.entries, self._frozen, self._leaving)
         return any(id(thing) in params for params in held) or self._inner.param_of(thing) is not thing
 
-    def adopt_group(self, index: int, groups: Sequence[Group]) -> None:
+    def register_group(self, index: int, groups: Sequence[Group]) -> None:
         """Give buffers, hooks and main_params to the trainable parameters of outer group ``index``, the last one."""
         self._membership.note(groups[: index + 1])
-        self._take_on(index, named_params(groups[index], index))
+        self._register(index, named_params(groups[index], index))
 
-    def _take_on(self, index: int, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        self._adopt(index, [(name, param) for name, param in named if param.requires_grad])
+    def _register(self, index: int, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._register_trainable(index, [(name, param) for name, param in named if param.requires_grad])
         for name, param in named:
             if not param.requires_grad:
                 self._arrival.watch_frozen(name, param)
@@ -103,33 +104,29 @@ class Adoption:
         Raises:
             TypeError, ValueError, RuntimeError: by name, if an edit cannot be followed; nothing was changed.
         """
-        if not self._membership.is_current(groups):
+        if not self._inner.are_listed(groups):
             self._apply(self._membership.edit(groups), groups)
-        self._adopt_unfrozen()
-
-    def show_hyper_parameters(self) -> None:
-        """Let the groups show what changed on the inner side alone, without waiting for the next step."""
-        self._membership.show()
+        self._register_unfrozen()
 
     def _apply(self, edit: Edit, groups: Sequence[Group]) -> None:
         self._check(edit)
-        self._inner.relist(edit.listings)
+        self.wiring.relist(edit.listings)
         for group in groups:
             group["params"] = list(group["params"]) if type(group["params"]) is tuple else group["params"]
             group.pop("inner", None)
         for _, param, _, index, _ in edit.moved:
-            self._inner.move(param, self._inner.optimizer_of(index))
+            self.wiring.move(param, self._inner.optimizer_of(index))
         for param in edit.removed:
             self._remove(param)
         added: dict[int, list[tuple[str, nn.Parameter]]] = {}
         for index, name, param in edit.added:
             if id(param) in self._leaving:
                 self.entries[id(param)] = self._leaving.pop(id(param))
-                self._inner.move(param, self._inner.optimizer_of(index))
+                self.wiring.move(param, self._inner.optimizer_of(index))
             else:
                 added.setdefault(index, []).append((name, param))
         for index, named in added.items():
-            self._take_on(index, named)
+            self._register(index, named)
         self._membership.name_again(groups)
         self._membership.note(groups)
         self.was_relaid = True
@@ -171,7 +168,7 @@ class Adoption:
             return
         self._gather.finish()
         entries, self._leaving = list(self._leaving.values()), {}
-        self._inner.forget(entries)
+        self.wiring.forget(entries)
         for entry in entries:
             self._arrival.unwatch(entry.param)
         self.unfrozen = [param for param in self.unfrozen if id(param) in self.entries]
@@ -183,7 +180,7 @@ class Adoption:
         numbers = [[self.entries[id(param)].number for param in params if id(param) in self.entries] for params in held]
         self._buffers.listing = zlib.crc32(repr(numbers).encode())
 
-    def _adopt_unfrozen(self) -> None:
+    def _register_unfrozen(self) -> None:
         unfrozen = [(name, param) for name, param in self._frozen.values() if param.requires_grad]
         for name, param in unfrozen:
             check_trainable(name, param)
@@ -194,7 +191,7 @@ class Adoption:
             del self._frozen[id(param)]
             self._arrival.unwatch(param)
             self.unfrozen.append(param)
-            self._adopt(index, [(name, param)])
+            self._register_trainable(index, [(name, param)])
 
     def look_for(self, absent: Sequence[Entry]) -> None:
         """See whether parameters without a gradient, at a step, were replaced in their modules.
@@ -211,11 +208,11 @@ class Adoption:
             self._looked_for.update(id(entry.param) for entry in absent)
             self._next_look = 2 * self._num_looks
 
-    def _adopt(self, index: int, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    def _register_trainable(self, index: int, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         shard_by = self._shard_by(index) if self._shard_by is not None else "element"
         entries = self._buffers.add(index, named, shard_by)
         self._arrival.watch(entries)
-        self._inner.adopt(index, entries)
+        self.wiring.install(index, entries)
         self.entries.update((id(entry.param), entry) for entry in entries)
 
     def release(self) -> None:
@@ -226,7 +223,7 @@ class Adoption:
         """
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
             self._gather.finish()
-            self._inner.release()
+            self.wiring.release()
             self._arrival.release()
             stock_clip.unwatch(self._buffers)
             self._buffers.release()

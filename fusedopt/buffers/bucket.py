@@ -32,6 +32,7 @@ from fusedopt.buffers.main_grad import (
 )
 from fusedopt.sharding import dtensor, layout
 from fusedopt.sharding.layout import Span, intersect
+from fusedopt.sharding.local_state import Cut
 
 
 @dataclass(frozen=True)
@@ -311,7 +312,7 @@ class Slot:
         return 0 if self.main_grad is None else self.main_grad.num_first_touches  # type: ignore[attr-defined]
 
     def local_of(self, tensor: Any) -> Tensor:
-        """Return this rank's part of the parameter or its main_grad; for every parameter in every step, so no search."""
+        """Return this rank's part of the parameter, or of its main_grad."""
         return tensor._local_tensor if self.is_dtensor else tensor  # type: ignore[no-any-return]
 
     def holds(self, param: Tensor) -> bool:
@@ -474,6 +475,11 @@ class Entry:
     def is_rounded(self) -> bool:
         """Whether main_param holds more digits than the model's value (the parameter is bf16 or fp16)."""
         return self.main_param is not None and self.bucket.main is not None
+
+    @property
+    def cut(self) -> Cut:
+        """Which elements of the parameter are this rank's."""
+        return Cut(tuple(self.slot.shape), self.slot.strides, self.part, dtensor.region_of(self.param))
 
     @property
     def has_grad(self) -> bool:

@@ -43,6 +43,7 @@ class Buffers:
         self.listing = 0
         """What all ranks must have in common once groups were edited: which entry stands where. 4 bytes."""
         self.is_stepping = False  # main_params may be ahead of their model parameters
+        self.has_fused_step = False  # whether the backend of some bucket can make whole steps
         self._sample: tuple[Sample, list[Entry]] | None = None
 
     def add(
@@ -72,6 +73,7 @@ class Buffers:
             backend = backends[like.dtype, like.device]
             bucket = Bucket(len(self.buckets), group, plan, like, self.sharding, backend)
             self.buckets.append(bucket)
+            self.has_fused_step = self.has_fused_step or backend.fused_step_ is not None
             for placement in plan.placements:
                 name, param = named_params[placement.index]
                 slot = Slot(name, param, bucket, placement.span.start, is_fsdp=id(param) in fsdp)

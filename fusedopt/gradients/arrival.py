@@ -7,6 +7,9 @@ contribution before it sums; a post-accumulate hook, the first of the parameter'
 copies the first gradient after a clear into main_grad and hangs that on ``.grad``;
 from then on autograd adds into main_grad in place and the hook only looks.
 
+Dynamo refuses an fp32 ``.grad`` on a bf16 parameter: around each trace the gradients of all live wrappers are taken off
+and put back, the same objects; see `watch_compiler`.
+
 A `Window` counts micro-batches (gradient merge): one `step()` call is one of them, and every k-th acts.
 
 Knows nothing of what happens to a complete bucket.
@@ -17,6 +20,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +44,7 @@ from fusedopt.sharding import dtensor
 Listener = Callable[[Slot], None]
 
 
-class Door:
+class HookContext:
     """What the hooks of one wrapper share.
 
     Args:
@@ -72,23 +76,23 @@ class Door:
             listener(slot)
 
 
-def arrive(door: Door, slot: Slot, param: Tensor) -> None:
+def arrive(context: HookContext, slot: Slot, param: Tensor) -> None:
     """Fold what autograd left on ``param.grad``, then tell the listener."""
-    fold(door, slot, param)
-    door.tell(slot)
+    fold(context, slot, param)
+    context.tell(slot)
 
 
-def arrive_on_cpu(door: Door, slot: Slot, param: Tensor) -> None:
+def arrive_on_cpu(context: HookContext, slot: Slot, param: Tensor) -> None:
     """Do the same where each backward runs in its caller's thread, so that several may run at once."""
-    note_arrival(door)
-    arrive(door, slot, param)
+    note_arrival(context)
+    arrive(context, slot, param)
 
 
-def fold(door: Door, slot: Slot, param: Tensor) -> None:
+def fold(context: HookContext, slot: Slot, param: Tensor) -> None:
     """Take ``param.grad`` over into main_grad, so that ``param.grad is param.main_grad``.
 
     Args:
-        door: shared by the parameters of one wrapper.
+        context: shared by the parameters of one wrapper.
         slot: of the parameter.
         param: its ``.grad`` may be main_grad itself, a new gradient of main_grad's dtype, one that the
             user set by hand, or None.
@@ -111,14 +115,14 @@ def fold(door: Door, slot: Slot, param: Tensor) -> None:
         if grad.data_ptr() != slot.address or getattr(param, "main_grad", None) is not main_grad:
             slot.check(param)
         return
-    door.refuse_ddp(param)
+    context.refuse_ddp(param)
     slot.check(param)
     refuse_gradient(param, grad, name=slot.name, is_fsdp=slot.is_fsdp)
     if main_grad is not None and main_grad.is_zero:  # type: ignore[attr-defined]
         _refuse_unseen_write(slot, grad)
     if slot.is_dtensor:
         _place(slot, param, grad)
-    if grad.is_cuda or not door.may_wait or torch._C._current_graph_task_id() < 0:
+    if grad.is_cuda or not context.may_wait or torch._C._current_graph_task_id() < 0:
         claim(param)
     else:
         with backward_lock:
@@ -148,25 +152,25 @@ class Arrival:
 
     Args:
         buffers: whose entries are watched.
-        listener: told of every arrival, see `Door`.
+        listener: told of every arrival, see `HookContext`.
     """
 
     def __init__(self, buffers: Buffers, listener: Listener | None = None) -> None:
         self._buffers = buffers
-        self._door = Door(listener)
+        self._context = HookContext(listener)
         self._handles: dict[int, RemovableHandle] = {}
 
     @property
     def num_arrivals(self) -> int:
         """How many gradients arrived so far, over all parameters and backwards."""
-        return self._door.num_arrivals
+        return self._context.num_arrivals
 
     def watch(self, entries: Sequence[Entry]) -> None:
         """Fold every gradient that arrives for ``entries`` from now on."""
         watch_backwards()
         for entry in entries:
             hook = arrive_on_cpu if entry.slot.device.type == "cpu" else arrive
-            self._hook_first(entry.param, functools.partial(hook, self._door, entry.slot))
+            self._hook_first(entry.param, functools.partial(hook, self._context, entry.slot))
 
     def watch_frozen(self, name: str, param: nn.Parameter) -> None:
         """Raise, by name, if a gradient arrives for a parameter that had no buffers because it was frozen."""
@@ -180,7 +184,7 @@ class Arrival:
         """Remove the hook of ``param``."""
         self._handles.pop(id(param)).remove()
 
-    def adopt(self) -> list[Entry]:
+    def fold_assigned(self) -> list[Entry]:
         """Take over gradients that were set by hand since the last arrival; each is an arrival of its own.
 
         Returns:
@@ -194,7 +198,7 @@ class Arrival:
                     absent.append(entry)
             elif grad is not entry.slot.main_grad:
                 with torch.no_grad():
-                    arrive(self._door, entry.slot, entry.param)
+                    arrive(self._context, entry.slot, entry.param)
             else:
                 grad.is_zero = False  # type: ignore[attr-defined]  # hung there by hand, perhaps
         return absent
@@ -333,3 +337,49 @@ class Window:
         self.is_averaged = False
         self.clips = []
         self._kept = []
+
+
+_live: weakref.WeakSet[Buffers] = weakref.WeakSet()
+_num_traces = 0
+_taken_off: list[tuple[nn.Parameter, Tensor]] = []
+
+
+def watch_compiler(buffers: Buffers) -> None:
+    """Take the gradients of ``buffers`` off around every trace, as long as it lives.
+
+    Call it again now and then: ``torch._dynamo.reset()`` clears the callbacks.
+    """
+    from torch._dynamo.callback import callback_handler as handler  # heavy; importing fusedopt must not pay for it
+
+    _live.add(buffers)
+    if _take_off not in handler.start_callbacks:
+        handler.register_start_callback(_take_off)
+    if _put_back not in handler.end_callbacks:
+        handler.register_end_callback(_put_back)
+
+
+def has_compiled() -> bool:
+    """Return whether anything was compiled while a wrapper lived: compiled code checks the class of parameters."""
+    return _num_traces > 0
+
+
+def _take_off(args: Any) -> None:
+    global _num_traces
+    # The other triggers (a lazily compiled backward, autotuning) run inside a backward, whose sums must stay.
+    if args.callback_trigger.name != "DYNAMO":
+        return
+    _num_traces += 1
+    for buffers in _live:
+        for entry in buffers.entries:
+            entry.param.data_ptr()  # whoever looks at a pending parameter makes it a plain one; see `gather`
+            grad = entry.param.grad
+            if grad is not None and grad.dtype is not entry.param.dtype:
+                _taken_off.append((entry.param, grad))
+                entry.param.grad = None
+
+
+def _put_back(args: Any) -> None:
+    while _taken_off:
+        param, grad = _taken_off.pop()
+        # A wrapper that was freed during the trace gave its parameters their own gradient dtype back.
+        param.grad = grad if param.grad_dtype in (None, grad.dtype) else grad.to(param.grad_dtype)

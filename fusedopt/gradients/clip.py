@@ -20,6 +20,9 @@ from fusedopt.backends import Backend, torch_ops
 from fusedopt.buffers.flat import Buffers
 from fusedopt.sharding.comm import DataParallelGroup, groups_over
 
+Scaling = tuple[Tensor | None, Tensor | None]
+"""What the inner optimizers' kernels divide gradients by, and whether they leave parameters as they are (nonzero)."""
+
 EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
 
@@ -130,6 +133,24 @@ class Clip:
         if max_norm == math.inf:  # inf / inf is no coefficient
             return
         self._buffers.scale_grads_(clip_coefficient(norm, max_norm))
+
+    def for_step(self, num_addends: int, *, may_be_on_device: bool, makes_state: bool) -> Scaling | None:
+        """Bring gradients, which are sums of ``num_addends``, to their clipped mean, or leave that to the step.
+
+        Args:
+            num_addends: see above.
+            may_be_on_device: whether the step can unscale, and leave itself out, on the device.
+            makes_state: whether the step makes inner state, on any rank. Then the host decides on all: a device that
+                leaves such a step out keeps an uninitialised momentum (SGD), and ranks have to measure alike.
+
+        Returns:
+            What the step is to do on its way; None where it must be left out.
+        """
+        may_be_on_device = may_be_on_device and self.nonfinite == "skip"
+        if may_be_on_device and not makes_state:
+            return self.on_device(num_addends)
+        self.average(num_addends)
+        return (None, None) if self.on_host(self.nonfinite, is_exact=not may_be_on_device) else None
 
     def on_host(self, nonfinite: str, *, is_exact: bool = True) -> bool:
         """Measure and clip; one host synchronisation, none under ``"ignore"``.

@@ -10,21 +10,20 @@ import copy
 import functools
 import inspect
 import random
-import threading
 import types
 import warnings
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from fusedopt.buffers.main_grad import OUR_ATTRIBUTES
+from fusedopt.inner.hooks import global_step_hooks_muted
 
 
 def from_portable(parts: Sequence[tuple[type[Optimizer], dict[str, Any]]]) -> list[Optimizer]:
@@ -185,65 +184,3 @@ def _zeroed(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _zeroed(item) for key, item in value.items()}
     return type(value)(_zeroed(item) for item in value) if type(value) in (list, tuple) else value
-
-
-class _Quiet(MutableMapping[Any, Any]):
-    """Stands in the place of one of torch's global registries while a thread mutes them: shows that thread no hook.
-
-    All else reaches the registry. A hook that is registered meanwhile fires from the next step on; its handle refers to
-    this object, which therefore stays.
-    """
-
-    def __init__(self, registry: dict[Any, Any]) -> None:
-        self.registry = registry
-
-    def values(self) -> Any:
-        """Return what a step in this thread is to call."""
-        if torch.compiler.is_compiling():  # an inner step, traced where this stands: Dynamo cannot ask for threads
-            return ()
-        return () if threading.get_ident() in _muting else self.registry.values()
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.registry[key]
-
-    def __setitem__(self, key: Any, hook: Any) -> None:
-        self.registry[key] = hook
-
-    def __delitem__(self, key: Any) -> None:
-        del self.registry[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.registry)
-
-    def __len__(self) -> int:
-        return len(self.registry)
-
-
-_QUIET = {
-    name: _Quiet(getattr(torch_optimizer, name))
-    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-}
-"""By the name in torch's module, under which each step looks them up."""
-
-_lock = threading.Lock()
-_muting: list[int] = []
-"""Threads that mute, one item for each `global_step_hooks_muted` that they are in."""
-
-
-@contextlib.contextmanager
-def global_step_hooks_muted() -> Iterator[None]:
-    """Keep torch's global step hooks to the wrapper's own step, which fires them: once a step, not twice.
-
-    Inside, hooks may be registered and removed, and other threads may step.
-    """
-    thread = threading.get_ident()
-    with _lock:
-        _muting.append(thread)
-        vars(torch_optimizer).update(_QUIET)
-    try:
-        yield
-    finally:
-        with _lock:
-            _muting.remove(thread)
-            if not _muting:
-                vars(torch_optimizer).update({name: quiet.registry for name, quiet in _QUIET.items()})

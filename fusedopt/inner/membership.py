@@ -11,7 +11,6 @@ Knows nothing of buffers, hooks or ranks.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusedopt.checks import default_name
-from fusedopt.inner.listing import Group, Listed, show
-from fusedopt.inner.optimizers import InnerOptimizers
+from fusedopt.inner.optimizers import Group, InnerOptimizers, Listed
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Edit:
     """What changed.
 
     Args:
-        listings: as `InnerOptimizers.relist` takes them.
+        listings: as `Wiring.relist` takes them.
         added: the outer group's number, name and parameter of each that was nowhere before.
         removed: parameters that are nowhere now.
         moved: name and parameter, with the number of the group that it came from, and the one that it is in now and
@@ -50,38 +48,16 @@ class Membership:
 
     def __init__(self, inner: InnerOptimizers) -> None:
         self._inner = inner
-        self._outer: list[Group] = []
         self.names: dict[int, str] = {}
         """What messages call each parameter, by ``id``."""
 
     def note(self, groups: Sequence[Group]) -> None:
         """Remember ``groups``, which `InnerOptimizers.listed` holds as well."""
-        self._outer = list(groups)
-        for index, group in enumerate(groups):
+        for index, (group, listed) in enumerate(zip(groups, self._inner.listed, strict=False)):
+            listed.outer = group
             names = group.get("param_names") or [default_name(index, i) for i in range(len(group["params"]))]
             for name, param in zip(names, group["params"], strict=True):
                 self.names.setdefault(id(param), name)
-
-    def show(self) -> None:
-        """Let the groups that were noted show hyper-parameters that changed on the inner side alone."""
-        show(self._inner.listed, self._outer)
-
-    def is_current(self, groups: Sequence[Group]) -> bool:
-        """Return whether ``groups`` are as they were noted; looks at identities only.
-
-        Raises:
-            RuntimeError: if the lists of an inner optimizer were edited.
-        """
-        inner = self._inner
-        if sum(len(opt.param_groups) for opt in inner.optimizers) != inner.num_groups:
-            raise RuntimeError(
-                f"the param_groups of the inner {type(inner.optimizers[0]).__name__} were edited; it belongs to the "
-                "FusedMainGradOptimizer around it. Edit the wrapper's param_groups, or call its add_param_group()"
-            )
-        return len(groups) == len(self._outer) and all(
-            group is outer and _is_same_list(group["params"], listed.params)
-            for group, outer, listed in zip(groups, self._outer, inner.listed, strict=True)
-        )
 
     def edit(self, groups: Sequence[Group]) -> Edit:
         """Return what was edited since `note`; changes nothing.
@@ -120,7 +96,7 @@ class Membership:
 
     def _partners(self, groups: Sequence[Group], before: dict[int, int]) -> list[int | None]:
         """Return for each of ``groups`` the number that it had, None for a new one."""
-        place = {id(outer): index for index, outer in enumerate(self._outer)}
+        place = {id(listed.outer): index for index, listed in enumerate(self._inner.listed)}
         partners = [place.get(id(group)) for group in groups]
         for index, group in enumerate(groups):
             if partners[index] is None:
@@ -165,10 +141,6 @@ class Membership:
                 known = [self.names.get(id(param)) for param in params]
                 given = names if len(names) == len(params) else [""] * len(params)
                 names[:] = [name if name is not None else given[i] for i, name in enumerate(known)]
-
-
-def _is_same_list(params: Any, listed: Sequence[Tensor]) -> bool:
-    return type(params) is list and len(params) == len(listed) and all(map(operator.is_, params, listed))
 
 
 def _check_form(index: int, group: Any) -> None:

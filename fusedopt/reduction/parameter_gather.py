@@ -95,13 +95,16 @@ class Gather:
         comm: the ranks.
         buffers: whose buckets are gathered.
         overlap: leave gathers unfinished until a parameter is used.
+
+    Attributes:
+        started: those that are unfinished.
     """
 
     def __init__(self, comm: DataParallelGroup, buffers: Buffers, *, overlap: bool) -> None:
         self._comm = comm
         self._buffers = buffers
         self._overlap = overlap
-        self._started: list[BucketGather] = []
+        self.started: list[BucketGather] = []
 
     def start(self, *, may_overlap: bool) -> None:
         """Gather all buckets, in the order in which a forward uses them: the reverse of their own.
@@ -109,18 +112,16 @@ class Gather:
         Args:
             may_overlap: False waits for them, whatever the setting.
         """
-        if not self._buffers.sharding.is_sharded:
-            return
         for bucket in reversed(self._buffers.buckets):
             if bucket.model is not None:
-                self._started.append(BucketGather(bucket, self._comm.start_gather(bucket.model)))
+                self.started.append(BucketGather(bucket, self._comm.start_gather(bucket.model)))
         if self._overlap and may_overlap:
-            for gather in self._started:
+            for gather in self.started:
                 gather.lend_out()
         else:
             self.finish()
 
     def finish(self) -> None:
         """Wait for all that are unfinished: model parameters are whole."""
-        while self._started:
-            self._started.pop().finish()
+        while self.started:
+            self.started.pop().finish()

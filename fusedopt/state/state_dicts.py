@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from fusedopt.buffers.bucket import Entry
-from fusedopt.inner.listing import Group
 from fusedopt.inner.loading import has_own_format, load_in_place
-from fusedopt.inner.optimizers import HAS_STATE, InnerOptimizers, cut_of
+from fusedopt.inner.optimizers import Group, InnerOptimizers
 from fusedopt.inner.plain import find_objects, name_of, refuse_objects
 from fusedopt.sharding.dtensor import place_of
 from fusedopt.sharding.local_state import REMEDY, Cut, label, take
+from fusedopt.state.view import HAS_STATE, checkpoint_state
 
 FORMAT = 1
 KEY = "fusedopt"
@@ -127,7 +127,7 @@ class StateDicts:
         """Return which elements of parameter number ``index`` are this rank's; a frozen one is whole everywhere."""
         param = self._params[index]
         entry = self._entries.get(id(param))
-        return Cut.whole(param.shape, param.stride()) if entry is None else cut_of(entry)
+        return Cut.whole(param.shape, param.stride()) if entry is None else entry.cut
 
     def pack(self) -> dict[str, Any]:
         """Return the state dict. Tensors are the live ones, not copies, as with torch.
@@ -172,8 +172,8 @@ class StateDicts:
         state: dict[Any, Any] = {}
         for index, param in enumerate(self._params):
             main = self._inner.main_of(param)
-            home = self._inner.home_of(main)
-            packed = dict(home.state.get(main, {})) if main is not None and not has_own_format(home) else {}
+            updater = self._inner.updater_of(main)
+            packed = dict(updater.state.get(main, {})) if main is not None and not has_own_format(updater) else {}
             own_main_param = self._saved_main_param(param)
             if own_main_param is not None:
                 packed["main_param"] = own_main_param
@@ -217,7 +217,7 @@ class StateDicts:
         self.refuse_objects("torch.distributed.checkpoint cannot put parts of it together")
         state = {}
         for index, param in enumerate(self._params):
-            packed = self._inner.for_checkpoint(param, is_template=is_template)
+            packed = checkpoint_state(self._inner, param, is_template=is_template)
             if packed or param.requires_grad:
                 state[index] = packed
         return {"state": state, "param_groups": self._pack_groups({})}
@@ -369,7 +369,7 @@ class StateDicts:
             raise ValueError(f"the state dict has no main_param for parameter {self._name(index)}; it is incomplete")
         here = self._inner.main_of(param)
         # Other classes give these names to state of other shapes, too (low-rank moments, growing histories).
-        is_torchs = type(self._inner.home_of(here)).__module__.startswith("torch.optim")
+        is_torchs = type(self._inner.updater_of(here)).__module__.startswith("torch.optim")
         for key, value in own.items():
             has_param_shape = key == "main_param" or (is_torchs and key in _PARAM_SHAPED_STATE)
             if has_param_shape and isinstance(value, Tensor) and value.shape != here.shape:
@@ -397,7 +397,7 @@ class StateDicts:
                 part = custom.get(number, checked.source)
             else:
                 part = self._part_for(number, checked)
-            load_in_place(opt, part, is_ours=checked.is_ours, held=self._inner.held_by(number))
+            load_in_place(opt, part, is_ours=checked.is_ours, held=self._inner.held[number])
         self.set_main_params([own.get("main_param") for own in checked.state.values()])
         for index, outer in enumerate(self._groups):
             inner = self._inner.group(index)

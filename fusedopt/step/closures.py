@@ -4,7 +4,7 @@
 
 torch's own optimizers, LBFGS apart, do nothing with a closure but evaluate it before all else, and need none: the
 wrapper does that for them. Any other class gets a closure of ours. It shows the model the weights that the inner
-optimizer has set, evaluates, reduces and clips, and hangs the gradients on the main_params.
+optimizer has set, evaluates, reduces and clips, and gives the main_params their gradients.
 
 One evaluation serves several inner optimizers, as long as one has not moved its weights before it asks.
 Knows nothing of windows or of how gradients are reduced.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fusedopt.buffers.flat import Buffers
 from fusedopt.gradients.clip import Clip
-from fusedopt.inner.optimizers import InnerOptimizers, collect_gradients, hang_gradients
+from fusedopt.inner.optimizers import InnerOptimizers, attach_gradients, collect_gradients
 from fusedopt.inner.rollback import Snapshot
 from fusedopt.sharding.comm import DataParallelGroup
 
@@ -199,7 +199,7 @@ class _Run:
             )
 
     def _evaluate_at(self, *, has_moved: bool) -> Any:
-        """Evaluate at the weights as the inner optimizers have set them, and hang the gradients on these."""
+        """Evaluate at the weights as the inner optimizers have set them, and give these their gradients."""
         entries, is_first = self._buffers.entries, self._num_evaluations == 0
         if not self._is_sharded:
             collect_gradients(entries)
@@ -215,7 +215,7 @@ class _Run:
                 self._snapshots = {n: kept for n, kept in self._snapshots.items() if n not in self._has_moved}
         else:  # a line search may step into inf and back out: that is torch's business, unless asked to raise
             self._clip.on_host("raise" if self._clip.nonfinite == "raise" else "ignore")
-        hang_gradients(entries)
+        attach_gradients(entries)
         self._loss = self._mean(loss)
         return self._loss
 

@@ -22,74 +22,61 @@ from fusedopt.backends.offers import Rule, Spans
 from fusedopt.backends.offers import Sgd as SgdRule
 from fusedopt.buffers.bucket import Entry
 from fusedopt.buffers.flat import Buffers
-from fusedopt.inner.guard import StepGuard
+from fusedopt.inner.hooks import StepGuard
 
 _MADE_OTHERWISE = ("amsgrad", "maximize", "differentiable", "capturable")
 
 
-class FusedSteps:
-    """Takes over whole steps of the inner optimizers that a backend can make.
+def step_fused(
+    buffers: Buffers, written: list[Entry], optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None
+) -> bool:
+    """Make the step of ``optimizer`` with the gradients that its main_params have, if the backend can.
 
     Args:
         buffers: whose entries are stepped.
+        written: the entries whose model parameters are written as well are added here.
+        optimizer: an inner one.
+        grad_scale: as in `InnerOptimizers.step`.
+        found_inf: as in `InnerOptimizers.step`.
+
+    Returns:
+        False, with nothing changed, where the inner optimizer has to step itself.
     """
+    plan = _plan(buffers, optimizer, is_on_device=found_inf is not None)
+    if plan is None:
+        return False
+    for fused, rule, entries, spans, steps in plan:
+        fused.run(rule, spans, grad_scale=grad_scale, found_inf=found_inf)
+        if steps:
+            torch._foreach_add_(steps, 1.0 if found_inf is None else 1.0 - found_inf)
+        written += [entry for entry in entries if entry.is_rounded]
+    return True
 
-    def __init__(self, buffers: Buffers) -> None:
-        self._buffers = buffers
-        self._written: list[Entry] = []
 
-    def take_written(self) -> list[Entry]:
-        """Return the entries whose model parameters were written since the last call."""
-        written, self._written = self._written, []
-        return written
-
-    def step(self, optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
-        """Make the step of ``optimizer`` with the gradients that hang on its main_params, if the backend can.
-
-        Args:
-            optimizer: an inner one.
-            grad_scale: as in `InnerOptimizers.step`.
-            found_inf: as in `InnerOptimizers.step`.
-
-        Returns:
-            False, with nothing changed, where the inner optimizer has to step itself.
-        """
-        plan = self._plan(optimizer, is_on_device=found_inf is not None)
-        if plan is None:
-            return False
-        for fused, rule, entries, spans, steps in plan:
-            fused.run(rule, spans, grad_scale=grad_scale, found_inf=found_inf)
-            if steps:
-                torch._foreach_add_(steps, 1.0 if found_inf is None else 1.0 - found_inf)
-            self._written += [entry for entry in entries if entry.is_rounded]
-        return True
-
-    def _plan(self, optimizer: Optimizer, *, is_on_device: bool) -> list[Any] | None:
-        """Return calls to make; None if anything about ``optimizer`` needs its own step."""
-        if not any(bucket.backend.fused_step_ for bucket in self._buffers.buckets):  # as under "auto", in every step
-            return None
-        entry_of = {id(entry.main_param): entry for entry in self._buffers.entries if entry.main_param is not None}
-        pre_hooks, post_hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        if post_hooks or any(not isinstance(hook, StepGuard) for hook in pre_hooks.values()):
-            return None
-        plan = []
-        for group in optimizer.param_groups:
-            rule = rule_of(optimizer, group)
-            entries = [entry_of.get(id(main)) for main in group["params"] if main.grad is not None]
-            by_kind: dict[Any, list[Entry]] = {}
-            for entry in entries:
-                if entry is None:
-                    return None
-                kind = (entry.bucket.backend.fused_step_, entry.bucket.device, entry.slot.dtype)
-                by_kind.setdefault(kind, []).append(entry)
-            for (fused, _, _), alike in by_kind.items():
-                if rule is None or not _takes(fused, rule, is_on_device):
-                    return None
-                made = spans_of(rule, alike, [optimizer.state.get(main, {}) for main in _mains(alike)])
-                if made is None:
-                    return None
-                plan.append((fused, rule, alike, *made))
-        return plan
+def _plan(buffers: Buffers, optimizer: Optimizer, *, is_on_device: bool) -> list[Any] | None:
+    """Return calls to make; None if anything about ``optimizer`` needs its own step."""
+    entry_of = {id(entry.main_param): entry for entry in buffers.entries if entry.main_param is not None}
+    pre_hooks, post_hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if post_hooks or any(not isinstance(hook, StepGuard) for hook in pre_hooks.values()):
+        return None
+    plan = []
+    for group in optimizer.param_groups:
+        rule = rule_of(optimizer, group)
+        entries = [entry_of.get(id(main)) for main in group["params"] if main.grad is not None]
+        by_kind: dict[Any, list[Entry]] = {}
+        for entry in entries:
+            if entry is None:
+                return None
+            kind = (entry.bucket.backend.fused_step_, entry.bucket.device, entry.slot.dtype)
+            by_kind.setdefault(kind, []).append(entry)
+        for (fused, _, _), alike in by_kind.items():
+            if rule is None or not _takes(fused, rule, is_on_device):
+                return None
+            made = spans_of(rule, alike, [optimizer.state.get(main, {}) for main in _mains(alike)])
+            if made is None:
+                return None
+            plan.append((fused, rule, alike, *made))
+    return plan
 
 
 def _mains(entries: Sequence[Entry]) -> list[Tensor]:

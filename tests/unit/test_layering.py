@@ -14,7 +14,7 @@ import fusedopt
 
 PACKAGE = Path(fusedopt.__file__).parent
 MAX_FILE_LINES = 500
-LONG_FILES = ("optimizer.py",)  # docs/decisions/0011-rooms.md says why
+LONG_FILES = ("optimizer.py", "buffers/bucket.py")  # docs/decisions/0011-rooms.md says why
 MAX_FUNCTION_LINES = 60
 
 
@@ -261,7 +261,7 @@ DOCSTRING = '"""Docstring."""\n'
         ("backends/__init__.py", "from ..buffers.flat import Buffers", "row of 'backends' does not allow"),
         ("buffers/flat.py", "def f() -> None:\n    from fusedopt.gradients.clip import Clip", "row of 'buffers' does"),
         ("buffers/flat.py", "from fusedopt import FusedMainGradOptimizer", "row of 'buffers' does not allow"),
-        ("gradients/accumulation.py", "from fusedopt.config import MainGradConfig", "row of 'gradients' does not"),
+        ("gradients/clip.py", "from fusedopt.config import MainGradConfig", "row of 'gradients' does not"),
         ("sharding/layout.py", "import torch", "integers only"),
         ("backends/torch_ops.py", "import triton", "at module level, which it may not"),
         ("planner.py", "import torch", "at module level"),
