@@ -46,8 +46,8 @@ from fusedopt.inner.copies import from_portable
 from fusedopt.inner.optimizers import Group, InnerOptimizers
 from fusedopt.inner.shard_probe import ShardBy
 from fusedopt.reduction.grad_scaler import Scalers, asking_scaler
-from fusedopt.reduction.parameter_gather import Gather
-from fusedopt.reduction.rounds import Reduction
+from fusedopt.reduction.reducer import Reducer
+from fusedopt.reduction.transport import Gather
 from fusedopt.registration import Registration
 from fusedopt.sharding.channel import Kind
 from fusedopt.sharding.comm import DataParallelGroup
@@ -63,7 +63,7 @@ MIB_NUMEL = 2**20 // 4
 """fp32 elements in one MiB."""
 
 _GONE_WHEN_UNWRAPPED = (
-    *("_inner", "_buffers", "_arrival", "_registration", "_closures", "_gather", "_reduction", "_persistence"),
+    *("_inner", "_buffers", "_arrival", "_registration", "_closures", "_gather", "_reducer", "_persistence"),
     "_state",
 )
 
@@ -147,7 +147,7 @@ class FusedMainGradOptimizer(Optimizer):
         self._inner = inner
         self._buffers = Buffers(config.backend, config.bucket_mib * MIB_NUMEL, sharding)
         self._window = window = Window(config.gradient_accumulation_steps)
-        self._reduction = Reduction(
+        self._reducer = Reducer(
             comm,
             self._buffers,
             overlap=config.overlap_grad_reduce,
@@ -156,7 +156,7 @@ class FusedMainGradOptimizer(Optimizer):
             on_lost=window.restart,
             lacking_state=inner.lacking_state,
         )
-        self._arrival = Arrival(self._buffers, self._reduction.arrived if comm.world_size > 1 else None)
+        self._arrival = Arrival(self._buffers, self._reducer.arrived if comm.world_size > 1 else None)
         self._gather = Gather(comm, self._buffers, overlap=config.overlap_param_gather)
         self._clip = Clip(self._buffers, comm, config.max_grad_norm, config.nonfinite)
         self._closures = Closures(inner, self._buffers, self._clip, comm)
@@ -318,11 +318,11 @@ class FusedMainGradOptimizer(Optimizer):
                 self._gather_parameters()
         finally:
             self._window.end(self._arrival.num_arrivals)
-            self._reduction.window_ended()
+            self._reducer.window_ended()
 
     def _prepare(self) -> None:
         """Bring main_grad up to date, and raise on anything that was replaced or edited since wrapping."""
-        edited = self._reduction.edited_outside()
+        edited = self._reducer.edited_outside()
         if edited:
             self._window.restart()
             self._scalers.explain(edited)
@@ -332,7 +332,7 @@ class FusedMainGradOptimizer(Optimizer):
         self._registration.look_for(self._arrival.fold_assigned())
         self._window.check_kept()
         self._window.check_averaged(self._arrival.num_arrivals)
-        self._reduction.note_versions()
+        self._reducer.note_versions()
 
     def _take_over(self) -> bool:
         """Bring hyper-parameters and main_params up to date with what was changed from outside.
@@ -360,7 +360,7 @@ class FusedMainGradOptimizer(Optimizer):
             What ``prepare`` returned: whether it was true on any rank.
         """
         with _profiled("fusedopt.reduce"):
-            noted = self._reduction.meet(kind, num_micro_batches, prepare)
+            noted = self._reducer.meet(kind, num_micro_batches, prepare)
         self._registration.let_go()
         if kind is Kind.STEP and noted and self._comm.world_size > 1:
             self._buffers.take_over_unseen()  # an edit that shows in one rank's part may not in another's
@@ -374,7 +374,7 @@ class FusedMainGradOptimizer(Optimizer):
             return self._clip.for_step(
                 self._num_addends(num_micro_batches),
                 may_be_on_device=self._inner.takes_found_inf,
-                makes_state=self._reduction.makes_state,
+                makes_state=self._reducer.makes_state,
             )
 
     def _step_inner(self, scaling: Scaling) -> list[Entry]:
@@ -411,7 +411,7 @@ class FusedMainGradOptimizer(Optimizer):
             self._window.averaged(self._arrival.num_arrivals)
         norm = self._clip.measure(norm_type) / num_addends
         self._clip.scale(norm, max_norm)
-        self._reduction.note_versions()
+        self._reducer.note_versions()
         return norm
 
     def _num_addends(self, num_micro_batches: int) -> int:
@@ -453,7 +453,7 @@ class FusedMainGradOptimizer(Optimizer):
             return result
         finally:
             self._window.restart()
-            self._reduction.window_ended()
+            self._reducer.window_ended()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep gradients of the backwards inside on their rank, as DDP's: the next one outside reduces them, too.
@@ -461,7 +461,7 @@ class FusedMainGradOptimizer(Optimizer):
         Around all backwards of a window but the last, it tells which one that is: with it, reductions start inside.
         Under ``shard="gradients"`` every backward reduces: it does without whole gradients.
         """
-        return self._reduction.paused()
+        return self._reducer.paused()
 
     # -- gradients
 
@@ -471,9 +471,9 @@ class FusedMainGradOptimizer(Optimizer):
         if self._window.num_pending == 0:
             super().zero_grad(set_to_none)
             if set_to_none:
-                self._reduction.cleared()
+                self._reducer.cleared()
             else:
-                self._reduction.zeroed()
+                self._reducer.zeroed()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -551,7 +551,7 @@ class FusedMainGradOptimizer(Optimizer):
             )
         if self._buffers.sharding.is_sharded and self._scalers.check_step(scaler):
             with torch.no_grad(), self._scalers.unscaling(self._clip.found_inf, is_step=True):
-                self._reduction.meet(Kind.CLIP, self._window.num_pending, self._prepare)
+                self._reducer.meet(Kind.CLIP, self._window.num_pending, self._prepare)
 
     def memory_report(self) -> dict[str, float]:
         """Return bytes as allocated, by kind, and ``bytes_per_param``.

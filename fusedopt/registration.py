@@ -30,7 +30,7 @@ from fusedopt.gradients.arrival import Arrival
 from fusedopt.inner.membership import Edit, Membership
 from fusedopt.inner.optimizers import Group, InnerOptimizers
 from fusedopt.inner.wiring import Wiring
-from fusedopt.reduction.parameter_gather import Gather
+from fusedopt.reduction.transport import Gather
 
 
 class Registration:

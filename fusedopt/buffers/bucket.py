@@ -5,12 +5,25 @@
 Per trainable parameter there is one `Entry` (main_param, and the parts that this rank updates) and in it one `Slot`
 (main_grad, and what the parameter must still look like). A parameter's hook holds the slot and nothing more.
 
+The life of a bucket, on one rank of several. `Bucket.place` is where the gradients of a round are:
+
+    HERE --launched--> IN_FLIGHT --back before ranks met--> BACK --ranks met--> HERE
+                           +--------ranks met------------------------------------^
+
+Gradients that arrive after it was launched add to main_grad, which was zeroed then (``has_unsent``); what comes back is
+added to them. `Bucket.holds` is what this rank's part is, where that is memory of its own (``"gradients"``):
+
+    NOTHING --reduced--> SUM --kept over a step--> MEAN --reduced--> SUM        any of them --cleared--> NOTHING
+
+Elsewhere it always is SUM: main_grad itself, in which local gradients and reduced ones add up.
+
 Knows nothing of collectives, hooks or optimizers. Sizes are in elements, except
 where a name says ``nbytes``.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import weakref
 from dataclasses import dataclass
@@ -25,14 +38,41 @@ from fusedopt.buffers.main_grad import (
     MAIN_DTYPES,
     OUR_ATTRIBUTES,
     hand_over,
-    hang,
     register,
     serve_transformer_engine,
+    set_grad,
     unregister,
 )
 from fusedopt.sharding import dtensor, layout
 from fusedopt.sharding.layout import Span, intersect
 from fusedopt.sharding.local_state import Cut
+
+
+class Holds(enum.Enum):
+    """What this rank's part of the gradients is; see the top of this file."""
+
+    NOTHING = "old bytes, which the next reduction overwrites"
+    SUM = "a sum over ranks"
+    MEAN = "a mean over ranks, which was kept over a step"
+
+
+class Place(enum.Enum):
+    """Where the gradients of a round are; see the top of this file."""
+
+    HERE = "in main_grad"
+    IN_FLIGHT = "between ranks"
+    BACK = "in main_grad, reduced, before ranks met"
+
+
+_FOLLOW: dict[Holds | Place, tuple[Holds | Place, ...]] = {
+    Holds.NOTHING: (Holds.NOTHING, Holds.SUM),
+    Holds.SUM: (Holds.NOTHING, Holds.SUM, Holds.MEAN),
+    Holds.MEAN: (Holds.NOTHING, Holds.SUM, Holds.MEAN),
+    Place.HERE: (Place.HERE, Place.IN_FLIGHT),
+    Place.IN_FLIGHT: (Place.BACK, Place.HERE),
+    Place.BACK: (Place.HERE,),
+}
+"""What may come next."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +124,8 @@ class Bucket:
         main: main_params of this rank's part, where the model is bf16 or fp16.
         model: model parameters of the whole bucket, under a shard.
         domain: over which ranks its elements lie, beside data-parallel ones (DTensor parameters); else None.
-        is_dirty: whether a gradient arrived that was not sent to other ranks yet.
-        is_fresh: whether the next reduction overwrites ``grad_part``: it was cleared (``"gradients"`` only).
-        is_divided: whether ``grad_part`` holds a mean that was kept over a step, not a sum (``"gradients"`` only).
-        is_settled: whether its reduction came back, and was added, before ranks met.
-        num_awaited, last_arrival: arrivals still to come in this backward, by experience, and the last one's number.
+        has_unsent: whether a gradient arrived that was not sent to other ranks yet.
+        holds, place: see the top of this file; set by `now_holds` and `now_at`.
     """
 
     def __init__(
@@ -112,13 +149,24 @@ class Bucket:
             self.grad_part = self.grad[self.span.start : self.span.end]
         self.main = self.zeros(self.span.numel) if self.dtype is not like.dtype else None
         self.model = torch.zeros(plan.numel, dtype=like.dtype, device=like.device) if sharding.is_sharded else None
-        self.is_dirty = False
-        self.is_fresh = self.is_lending
-        self.is_divided = False
-        self.is_settled = False
-        self.num_awaited = 0
-        self.last_arrival = 0
+        self.has_unsent = False
+        self.holds = Holds.NOTHING if self.is_lending else Holds.SUM
+        self.place = Place.HERE
         self._seen_version = 0
+
+    def now_holds(self, holds: Holds) -> None:
+        """Note what this rank's part is from now on; the one place where that changes."""
+        self._check_follows(self.holds, holds)
+        self.holds = holds
+
+    def now_at(self, place: Place) -> None:
+        """Note where the gradients of the round are from now on; the one place where that changes."""
+        self._check_follows(self.place, place)
+        self.place = place
+
+    def _check_follows(self, before: Holds | Place, after: Holds | Place) -> None:
+        if after not in _FOLLOW[before]:
+            raise RuntimeError(f"bucket {self.index} went from {before} to {after}: a fault of fusedopt, please report")
 
     def zeros(self, numel: int) -> Tensor:
         """Return ``numel`` zeros of main_grad's dtype, on the bucket's device."""
@@ -290,7 +338,7 @@ class Slot:
     def takes_share(self) -> bool:
         """Return whether what is there is nothing, or shares, too."""
         bucket = self._bucket()
-        return bucket is None or not bucket.is_lending or bucket.is_fresh or self.is_share
+        return bucket is None or not bucket.is_lending or bucket.holds is Holds.NOTHING or self.is_share
 
     def release(self) -> None:
         """Let go of main_grad, which the parameter was rid of."""
@@ -467,8 +515,8 @@ class Entry:
         if grad is not None:
             with torch.no_grad():
                 dtensor.copy_local_(main_grad, grad)
-            hang(param, main_grad)
-            self.bucket.is_dirty = True  # each rank had its own
+            set_grad(param, main_grad)
+            self.bucket.has_unsent = True  # each rank had its own
             self.bucket.note_version()
 
     @property

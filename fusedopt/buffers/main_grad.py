@@ -167,12 +167,12 @@ def claim(param: Tensor) -> bool:
         return True
     if grad is not None:
         main_grad.copy_(grad) if type(main_grad) is Tensor else dtensor.copy_local_(main_grad, grad)
-    hang(param, main_grad)
+    set_grad(param, main_grad)
     main_grad.num_first_touches += 1
     return grad is not None
 
 
-def hang(param: Tensor, main_grad: Tensor) -> None:
+def set_grad(param: Tensor, main_grad: Tensor) -> None:
     """Let ``param.grad`` be ``main_grad``: from here on it holds a sum."""
     main_grad.is_zero = False  # type: ignore[attr-defined]
     param.grad = main_grad

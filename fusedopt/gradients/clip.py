@@ -99,7 +99,7 @@ class Clip:
 
     def _norm(self, norm_type: float, dtype: torch.dtype | None = None) -> Tensor:
         local = self._local(norm_type, lambda backend, flats: backend.norm(flats, norm_type, dtype=dtype))
-        total = self._comm.total_norm(local, norm_type, is_sharded=self._buffers.sharding.is_sharded)
+        total = self._over_ranks(local, norm_type)
         is_double = dtype is torch.float64 or any(b.dtype is torch.float64 for b in self._buffers.buckets)
         return total if is_double else total.float()
 
@@ -107,7 +107,12 @@ class Clip:
         """Return whether any gradient on any rank is inf or nan; exact, and one host synchronisation."""
         self._buffers.zero_absent()
         largest = self._local(math.inf, lambda backend, flats: backend.found_inf(flats))
-        return bool(self._comm.total_norm(largest, math.inf, is_sharded=self._buffers.sharding.is_sharded))
+        return bool(self._over_ranks(largest, math.inf))
+
+    def _over_ranks(self, norm: Tensor, norm_type: float) -> Tensor:
+        if self._comm.world_size == 1 and self._comm.norm_group is None:
+            return norm
+        return self._comm.total_norm(norm, norm_type, is_sharded=self._buffers.sharding.is_sharded)
 
     def _local(self, norm_type: float, measure: Callable[[Backend, list[Tensor]], Tensor]) -> Tensor:
         """Return the norm of what this data-parallel rank holds, and of its DTensors everywhere, each element once.
@@ -115,8 +120,10 @@ class Clip:
         One sum over all meshes' ranks: what is not split over some of them is the same there, and each counts its
         share of it. So these ranks have one norm, and go on or leave the step out together, come what may.
         """
-        domains = dict.fromkeys(bucket.domain for bucket in self._buffers.buckets)
-        groups = groups_over(domain.mesh for domain in domains if domain is not None)
+        meshes = [
+            domain.mesh for domain in dict.fromkeys(b.domain for b in self._buffers.buckets) if domain is not None
+        ]
+        groups = groups_over(meshes) if meshes else []
         num_terms = math.prod(group.size() for group in groups)
         norms = []
         for backend, buckets in self._buffers.buckets_by_backend():
@@ -126,7 +133,8 @@ class Clip:
                     num_shards = domain.num_shards if domain is not None else 1
                     norm = norm * (num_shards / num_terms) ** (1.0 / norm_type)
                 norms.append(norm)
-        return self._comm.norm_over(_norm_of(norms, norm_type), norm_type, groups)
+        norm = _norm_of(norms, norm_type)
+        return self._comm.norm_over(norm, norm_type, groups) if groups else norm
 
     def scale(self, norm: Tensor, max_norm: float) -> None:
         """Scale all gradients so that a global norm of ``norm`` becomes at most ``max_norm``."""

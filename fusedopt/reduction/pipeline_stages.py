@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +22,7 @@ from fusedopt.backends import torch_ops
 from fusedopt.buffers.bucket import Entry
 from fusedopt.buffers.flat import Buffers
 
-_STAGE_MODULE = "torch.distributed.pipelining.stage"
+STAGE_MODULE = "torch.distributed.pipelining.stage"
 
 _listeners: weakref.WeakSet[StageEdits] = weakref.WeakSet()
 _wrapped: dict[str, tuple[Any, Any]] = {}
@@ -35,17 +34,16 @@ class StageEdits:
 
     Args:
         buffers: its gradients.
-        settle: a method, held weakly; brings back what was launched of them; a division must not miss it.
+        bring_back: a method, held weakly; brings back what was launched of them; a division must not miss it.
     """
 
-    def __init__(self, buffers: Buffers, settle: Callable[[], None]) -> None:
+    def __init__(self, buffers: Buffers, bring_back: Callable[[], None]) -> None:
         self._buffers = buffers
-        self._settle = weakref.WeakMethod(settle)
+        self._bring_back = weakref.WeakMethod(bring_back)
 
-    def listen(self) -> None:
-        """Follow all stages from now on, if there can be any."""
-        module = sys.modules.get(_STAGE_MODULE)  # not loaded: there is none
-        if module is None or self in _listeners:
+    def listen(self, module: Any) -> None:
+        """Follow all stages of torch's ``module`` from now on."""
+        if self in _listeners:
             return
         if not _wrapped:
             _wrap(module._PipelineStageBase, "scale_grads", StageEdits.dividing)
@@ -63,9 +61,9 @@ class StageEdits:
         if not entries:
             yield
             return
-        settle = self._settle()
-        if settle is not None:
-            settle()
+        bring_back = self._bring_back()
+        if bring_back is not None:
+            bring_back()
         with self._follow(entries, is_new=False):
             yield
         parts = [e.grad_part for e in entries if e.slot.is_reduced and e.bucket.is_lending and e.grad_part is not None]
@@ -98,7 +96,7 @@ class StageEdits:
         clean = [b for b in dict.fromkeys(entry.bucket for entry in entries) if not b.was_written()]
         yield
         for bucket in clean:
-            bucket.is_dirty = bucket.is_dirty or (is_new and bucket.was_written())
+            bucket.has_unsent = bucket.has_unsent or (is_new and bucket.was_written())
             bucket.note_version()
 
 

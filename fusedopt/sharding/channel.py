@@ -83,8 +83,8 @@ class Member(Protocol):
     def open(self) -> None:
         """Become a numbered member with groups of its own; all ranks call it."""
 
-    def say(self, kind: Kind) -> bytes:
-        """Return what this rank says about it, as long as on all ranks that have the same parameters."""
+    def vote(self, kind: Kind) -> bytes:
+        """Return what this rank tells about it, as long as on all ranks that have the same parameters."""
 
     def refuse(self, said: bytes, *, is_from_all: bool) -> None:
         """Note what was said where some rank cannot go on: nothing is reduced.
@@ -254,7 +254,7 @@ class Channel:
 
     def _is_done(self, errand: _Errand) -> bool:
         comers = errand.comers
-        body = comers[0].say(errand.kind) if comers else b""
+        body = comers[0].vote(errand.kind) if comers else b""
         heard = self._exchange(errand.key, body, errand.tally, has_problem=errand.problem is not None)
         if heard is None:
             for member in self._arrange(errand, body):
@@ -276,7 +276,7 @@ class Channel:
 
     def _serve(self, member: Member, errand: _Errand) -> None:
         kind = errand.kind if member in errand.comers else Kind.BACKWARD
-        heard = self._exchange((member.address,), member.say(kind), member.tally)
+        heard = self._exchange((member.address,), member.vote(kind), member.tally)
         if heard is None:
             raise RuntimeError(f"ranks {self.ranks} lost each other in {errand.text}, at {member.title}; start anew")
         member.serve(kind, heard.body)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fusedopt
-from fusedopt.reduction.parameter_gather import BucketGather, PendingParameter
+from fusedopt.reduction.transport import BucketGather, PendingParameter
 from tests.distributed.launcher import run
 
 NUM_LAYERS = 4

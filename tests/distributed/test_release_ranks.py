@@ -99,10 +99,10 @@ def alive_after(rank, shard):
             use(rank, net, optimizer)
             buckets, entries = optimizer._buffers.buckets, optimizer._buffers.entries
             tensors = [getattr(bucket, name) for bucket in buckets for name in ("grad", "grad_part", "main", "model")]
-            tensors += [parcel.pending._result for parcel in optimizer._reduction._parcels]
+            tensors += [parcel.pending._result for parcel in optimizer._reducer._round.in_flight]
             tensors += [entry.main_param for entry in entries] + [entry.slot.main_grad for entry in entries]
             refs = [weakref.ref(tensor) for tensor in tensors if tensor is not None]
-            parcels = [weakref.ref(parcel) for parcel in optimizer._reduction._parcels]
+            parcels = [weakref.ref(parcel) for parcel in optimizer._reducer._round.in_flight]
             del tensors, buckets, entries
             if is_unwrapped:
                 optimizer.unwrap()

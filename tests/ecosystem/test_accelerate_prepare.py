@@ -172,8 +172,8 @@ def test_two_models_of_one_accelerator_are_paused_and_clipped_each_by_its_own_op
         accelerator.backward(cases.loss_of(net, torch.arange(4)))
         for other_net, other in pairs:
             with accelerator.no_sync(net):
-                assert other.optimizer._reduction._is_paused is (other is optimizer)
-            assert not other.optimizer._reduction._is_paused
+                assert other.optimizer._reducer._is_paused is (other is optimizer)
+            assert not other.optimizer._reducer._is_paused
             assert other_net.head.weight.grad is not None or other is not optimizer
     other_grad = pairs[1][0].head.weight.grad.clone()
     norm = accelerator.clip_grad_norm_(pairs[0][0].parameters(), 1e-3)

@@ -88,18 +88,18 @@ class Rank:
         self.ballot = Ballot(self.wrapper._buffers)
         self.params[0].sum().backward()
 
-    def say(self, kind=Kind.STEP, has_started=False, **more):
-        return self.ballot.fill(Meeting(kind, **more), has_started=has_started, waiting=())
+    def say(self, kind=Kind.STEP, has_launched=False, **more):
+        return self.ballot.vote(Meeting(kind, **more), has_launched=has_launched, waiting=()).encode()
 
 
 def test_a_rank_reads_what_others_have():
     one, two = Rank(), Rank()
     two.params[1].sum().backward()
     said = one.ballot.read(union(one.say(), two.say(Kind.BACKWARD, note=True)))
-    assert [said.has(entry) for entry in one.entries] == [True, True, False]
+    assert [said.has_grad(entry) for entry in one.entries] == [True, True, False]
     assert not said.all_are(Kind.STEP)
     assert said.note
-    assert not said.has_started
+    assert not said.has_launched
     assert said.problem is Problem.NONE
     assert said.mismatch() is None
     assert one.ballot.read(union(one.say(), one.say())).all_are(Kind.STEP)
@@ -117,7 +117,7 @@ def test_a_gradient_that_was_sent_and_cleared_on_one_rank_only_is_named():
     said = one.ballot.read(union(one.say(), two.say()))
     assert said.mismatch() is None
     assert said.was_dropped(one.entries[0])
-    assert not said.has(one.entries[0])
+    assert not said.has_grad(one.entries[0])
 
 
 def test_clips_beside_steps_other_counts_and_lost_windows_are_seen():

@@ -12,12 +12,12 @@ Launching early is a hint; nothing waits in a hook. A *round* is every bucket on
 meet: one control message (all bits that some rank sets), then
 
     1  who has not launched all of the round joins with zeros; what it holds stays in its main_grad
-    2  what was launched is settled: added back, without the parameters that all ranks cleared since
-    3  ``.grad`` is hung on every parameter that has a gradient on some rank
-    4  buckets that are dirty on some rank are reduced
+    2  what was launched is added back, without the parameters that all ranks cleared since
+    3  ``.grad`` becomes main_grad for every parameter that has a gradient on some rank
+    4  buckets of which some rank holds what it did not send are reduced in place
 
 Ranks that disagree about a clear raise together. A rank that came for another wrapper, see `channel`, takes part with
-what it has. docs/zero.md tells it with a picture.
+what it has. `transport` moves buckets, the note in `buffers.bucket` is their life; docs/zero.md has a picture.
 
 Knows nothing of the mathematics of the step.
 """
@@ -27,33 +27,48 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
 
-from fusedopt.buffers.bucket import Bucket, Entry, Slot
+from fusedopt.buffers.bucket import Bucket, Entry, Holds, Slot
 from fusedopt.buffers.flat import Buffers
-from fusedopt.buffers.main_grad import hang
+from fusedopt.buffers.main_grad import set_grad
 from fusedopt.gradients.arrival import WindowLost
 from fusedopt.reduction.backward_watch import BackwardWatch
-from fusedopt.reduction.bucket_reduce import Parcel, Transport
-from fusedopt.reduction.pipeline_stages import StageEdits
-from fusedopt.reduction.votes import Ballot, Meeting, Problem, Says
+from fusedopt.reduction.pipeline_stages import STAGE_MODULE, StageEdits
+from fusedopt.reduction.transport import MAX_IN_FLIGHT, Round, Transport
+from fusedopt.reduction.votes import Ballot, Meeting, Problem, Votes
 from fusedopt.sharding import dtensor
 from fusedopt.sharding.channel import Address, Kind, meet_all, name_of
 from fusedopt.sharding.comm import DataParallelGroup, in_words
 from fusedopt.sharding.process_groups import Tally
 
-MAX_IN_FLIGHT = 2
-"""Buckets launched from hooks at once: what overlap may cost in memory."""
-
 _serials = itertools.count()
 
 
-class Reduction:
+@dataclass
+class Progress:
+    """How far one backward is.
+
+    Args:
+        may_launch: whether buckets are launched inside it.
+        num_awaited: by bucket: parameters whose gradient is still to come, by experience.
+        last_arrival: by bucket: the number of its last arrival; 0 for none.
+        num_arrivals: so far.
+    """
+
+    may_launch: bool = False
+    num_awaited: list[int] = field(default_factory=list)
+    last_arrival: list[int] = field(default_factory=list)
+    num_arrivals: int = 0
+
+
+class Reducer:
     """The reduction of one wrapper's gradients; what its channel knows it as.
 
     Nothing holds it but the wrapper, so that the buffers go with that.
@@ -94,18 +109,16 @@ class Reduction:
         self._ballot = Ballot(buffers)
         self._transport = Transport(comm, buffers)
         self._watch = BackwardWatch(self, _meet)
-        self._stage_edits = StageEdits(buffers, self._settle_launched)
+        self._stage_edits = StageEdits(buffers, self._bring_back)
         self.serial = next(_serials)
         if comm.is_open and comm.channel is not None:
             comm.channel.enter(self)
         weakref.finalize(self, comm.close).atexit = False
         self._follow_stages()
-        self._parcels: deque[Parcel] = deque()
-        self._num_launched = 0  # in this round
         self._order: list[int] = []  # of the buckets in a round
         self._is_order_learned = False
-        self._num_arrivals = 0
-        self._may_launch = False
+        self._round = Round(self._transport, buffers.buckets, self._order)
+        self._progress = Progress()
         self._is_paused = False
         self._was_paused = False  # since the last step: then the backward outside no_sync() is the last
         self._edited: list[Bucket] = []  # before they were reduced for other ranks
@@ -128,10 +141,10 @@ class Reduction:
         self._ballot.clear()
         self._edited = []
         for bucket in self._buffers.buckets:
-            bucket.is_dirty = False
+            bucket.has_unsent = False
             if bucket.is_lending:
                 bucket.take_back()
-                bucket.is_fresh = True
+                bucket.now_holds(Holds.NOTHING)
         for entry in self._buffers.entries:
             entry.slot.is_reduced = False
 
@@ -147,7 +160,7 @@ class Reduction:
         for bucket in self._buffers.buckets:
             if bucket.is_lending:
                 bucket.grad_part.zero_()
-                bucket.is_fresh = False
+                bucket.now_holds(Holds.SUM)
         self.note_versions()
 
     def window_ended(self) -> None:
@@ -158,7 +171,8 @@ class Reduction:
         for bucket in self._buffers.buckets:
             if self._shard == "optimizer":
                 bucket.grad_part.mul_(self._comm.world_size)
-            bucket.is_divided = self._shard == "gradients"
+            elif self._shard == "gradients" and bucket.holds is Holds.SUM:
+                bucket.now_holds(Holds.MEAN)
         self.note_versions()
 
     # -- arrivals
@@ -166,28 +180,29 @@ class Reduction:
     def arrived(self, slot: Slot) -> None:
         """Note that a backward (or a hand) is done with the gradient of one parameter."""
         bucket = self._buffers.buckets[slot.index]
-        bucket.is_dirty = True
+        bucket.has_unsent = True
         task = torch._C._current_graph_task_id()
         if task < 0:  # set by hand, and taken over outside of any backward
             self._follow_stages()
             bucket.note_version()
             return
         self._watch.arrive(task)
-        self._num_arrivals += 1
-        bucket.last_arrival = self._num_arrivals
-        if self._may_launch:
+        progress = self._progress
+        progress.num_arrivals += 1
+        progress.last_arrival[slot.index] = progress.num_arrivals
+        if progress.may_launch:
             # Buckets completed by earlier arrivals: by now users' own hooks have run, too.
             self._launch_complete()
         slot.num_fires += 1
         if slot.num_fires == slot.expected_fires:
-            bucket.num_awaited -= 1
+            progress.num_awaited[slot.index] -= 1
 
     def _mind_failure(self) -> None:
         """Look for what fused layers wrote in a backward that failed before their hooks ran."""
         if self._watch.has_failed:
             self._watch.forget()
             for bucket in self._buffers.buckets:
-                bucket.is_dirty = bucket.is_dirty or bucket.was_written()
+                bucket.has_unsent = bucket.has_unsent or bucket.was_written()
 
     def backward_began(self) -> None:
         """Note the first arrival of a backward."""
@@ -195,15 +210,15 @@ class Reduction:
             self._comm.channel.refuse_second_thread()
         self._mind_failure()
         self._follow_stages()
-        self._num_arrivals = 0
-        for bucket in self._buffers.buckets:
-            bucket.num_awaited = bucket.last_arrival = 0
-            for entry in bucket.entries:
-                entry.slot.num_fires = 0
-                bucket.num_awaited += entry.slot.expected_fires > 0
-        # A round that an earlier backward opened is completed with zeros, in the sync: what arrives now is new.
-        may_start = self._num_launched == 0 and self._comm.is_open
-        self._may_launch = self._overlap and self._reduces() and may_start
+        self._follow_buckets()
+        # A round that an earlier backward opened is completed with zeros, when ranks meet: what arrives now is new.
+        may_start = not self._round.has_begun and self._comm.is_open
+        may_launch = self._overlap and self._reduces() and may_start
+        buckets = self._buffers.buckets
+        self._progress = Progress(may_launch, [0] * len(buckets), [0] * len(buckets))
+        for entry in self._buffers.entries:
+            entry.slot.num_fires = 0
+            self._progress.num_awaited[entry.slot.index] += entry.slot.expected_fires > 0
 
     def _reduces(self) -> bool:
         """Return whether the running backward is one whose gradients travel."""
@@ -217,8 +232,8 @@ class Reduction:
 
     def backward_ended(self) -> bool:
         """Note that everything has arrived in a backward, and return whether ranks meet now."""
-        if self._may_launch:
-            for bucket in self._not_launched():
+        if self._progress.may_launch:
+            for bucket in self._round.remaining():
                 self._launch(bucket)
             for entry in self._buffers.entries:
                 entry.slot.expected_fires = entry.slot.num_fires
@@ -227,55 +242,40 @@ class Reduction:
 
     # -- launching
 
-    def _launch_order(self) -> list[int]:
-        """Return the buckets' indices in the order of a round: the same on all ranks."""
-        buckets = self._buffers.buckets
-        if len(self._order) != len(buckets):  # the first time, or some were unfrozen
-            self._order = sorted(range(len(buckets)), key=lambda index: (-buckets[index].group, index))
+    def _follow_buckets(self) -> None:
+        """Bring the order of rounds up to date: the same on all ranks.
+
+        Parameters may be unfrozen while some ranks have launched a round: new buckets come after the others.
+        """
+        order, buckets = self._order, self._buffers.buckets
+        if len(order) > len(buckets):  # some were dropped, and nothing is under way
+            order.clear()
+        if len(order) < len(buckets):
+            new = buckets[len(order) :]
+            order += [bucket.index for bucket in sorted(new, key=lambda bucket: (-bucket.group, bucket.index))]
             self._is_order_learned = False
-        return self._order
 
-    def _not_launched(self) -> list[Bucket]:
-        """Return the buckets still to come in this round, in its order."""
-        return [self._buffers.buckets[index] for index in self._launch_order()[self._num_launched :]]
-
-    def _learn_order(self, said: Says) -> None:
+    def _learn_order(self, votes: Votes) -> None:
         """After the first round, go on in the order in which buckets were complete: on the first rank that knows."""
-        if not said.has_started or self._is_order_learned:
+        if not votes.has_launched or self._is_order_learned:
             return
-        arrivals = [bucket.last_arrival for bucket in self._buffers.buckets]
-        ours = sorted(range(len(arrivals)), key=lambda i: arrivals[i] or math.inf) if any(arrivals) else None
+        last = self._progress.last_arrival
+        ours = sorted(range(len(last)), key=lambda index: last[index] or math.inf) if any(last) else None
         found = next((order for order in self._comm.objects(ours) if order is not None), None)
         if found is not None:
-            self._order, self._is_order_learned = found, True
+            self._order[:], self._is_order_learned = found, True
 
     def _launch_complete(self) -> None:
-        order = self._launch_order()
-        while self._num_launched < len(order):
-            bucket = self._buffers.buckets[order[self._num_launched]]
-            if bucket.num_awaited > 0:
-                return
-            self._settle_finished()
-            if len(self._parcels) >= MAX_IN_FLIGHT:
+        while (bucket := self._round.next) is not None and self._progress.num_awaited[bucket.index] == 0:
+            for added in self._round.add_back_finished(self._ballot.all_kept):
+                self._ballot.give(added.sent)
+            if len(self._round.in_flight) >= MAX_IN_FLIGHT:
                 return
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        """Move the bucket's content out and start its reduction."""
         self._ballot.send([entry for entry in bucket.entries if entry.param.grad is not None])
-        self._parcels.append(self._transport.launch(bucket))
-        self._num_launched += 1
-        bucket.is_dirty = False
-
-    def _settle_finished(self) -> None:
-        """Settle what arrived, in order, where no vote can change it any more than a clear changes main_grad."""
-        while self._parcels:
-            parcel = self._parcels[0]
-            if not (parcel.is_whole and parcel.pending.is_done() and self._ballot.all_kept(parcel.sent)):
-                return
-            self._transport.settle(self._parcels.popleft())
-            self._ballot.give(parcel.sent)
-            parcel.bucket.is_settled = True
+        self._round.launch(bucket)
 
     # -- meeting
 
@@ -290,7 +290,20 @@ class Reduction:
         Returns:
             Whether ``prepare`` returned something true, on any rank.
         """
-        meeting = Meeting(kind, count)
+        if self._comm.channel is None:
+            note = bool(prepare())
+            self.makes_state = kind is Kind.STEP and any(entry.has_grad for entry in self._lacking_state())
+        else:
+            note = self._meet(Meeting(kind, count), prepare)
+        shares = self._buffers.shares()
+        if shares:
+            self._comm.sum_shares_([(e.grad_part, dtensor.share_groups(e.param)) for e in shares])
+            for entry in shares:
+                entry.slot.end_share(entry.param)
+            self.note_versions()
+        return note
+
+    def _meet(self, meeting: Meeting, prepare: Callable[[], object]) -> bool:
         try:
             meeting.note = bool(prepare())
         except Exception as error:
@@ -299,12 +312,6 @@ class Reduction:
             self.sync(meeting)
             raise
         self.sync(meeting)
-        shares = self._buffers.shares()
-        if shares:
-            self._comm.sum_shares_([(e.grad_part, dtensor.share_groups(e.param)) for e in shares])
-            for entry in shares:
-                entry.slot.end_share(entry.param)
-            self.note_versions()
         return meeting.note
 
     def sync(self, meeting: Meeting) -> None:
@@ -317,8 +324,6 @@ class Reduction:
         if self._comm.channel is not None:
             self._meeting = meeting
             self._comm.channel.meet([self], meeting.kind, meeting.problem)
-        elif meeting.kind is Kind.STEP and meeting.problem is None:
-            self.makes_state = any(entry.has_grad for entry in self._lacking_state())
 
     @property
     def address(self) -> Address:
@@ -348,109 +353,85 @@ class Reduction:
             self._comm.open()
             self._comm.channel.enter(self)
 
-    def say(self, kind: Kind) -> bytes:
-        """Return what this rank says in a meeting where ``kind`` is."""
+    def vote(self, kind: Kind) -> bytes:
+        """Return what this rank tells in a meeting where ``kind`` is."""
         if kind is Kind.BACKWARD:  # maybe for another rank; a clip or step has looked
             self._edited = self.edited_outside()
         self._mind_failure()
+        self._follow_buckets()
         meeting = self._meeting if self._meeting.kind is kind else Meeting(kind)
-        waiting = {bucket.index for bucket in self._not_launched()}
+        waiting = {bucket.index for bucket in self._round.remaining()}
         lacking = self._lacking_state() if kind is Kind.STEP else ()
-        return self._ballot.fill(meeting, has_started=self._num_launched > 0, waiting=waiting, lacking=lacking)
+        vote = self._ballot.vote(meeting, has_launched=self._round.has_begun, waiting=waiting, lacking=lacking)
+        return vote.encode()
 
-    def refuse(self, heard: bytes, *, is_from_all: bool) -> None:
+    def refuse(self, union: bytes, *, is_from_all: bool) -> None:
         """Lose the window, if a rank's problem costs that; its gradients, too, where it is known what is under way."""
-        said = self._ballot.read(heard)
-        if not said.problem & Problem.LOSES_WINDOW:
+        votes = self._ballot.read(union)
+        if not votes.problem & Problem.LOSES_WINDOW:
             return
         if not is_from_all:
             self._on_lost()
             return
-        if said.agrees_on_numbers:
-            self._join(said)
-        else:
-            self._parcels.clear()
+        self._join(votes)
         self._drop_window()
 
-    def serve(self, kind: Kind, heard: bytes) -> bool:
-        """Reduce what all ranks together say; return whether all are where this one is."""
-        said = self._ballot.read(heard)
-        if not said.agrees_on_numbers:
-            self._parcels.clear()
-        else:
-            self._join(said)
-        mismatch = said.mismatch()
+    def serve(self, kind: Kind, union: bytes) -> bool:
+        """Reduce what all ranks together tell; return whether all are where this one is."""
+        votes = self._ballot.read(union)
+        self._join(votes)
+        mismatch = votes.mismatch()
         if mismatch is not None:
             self._lose(mismatch)
-        settled = self._settle_all(said)
-        self._hang(said, settled)
-        self._reduce_dirty(said)
-        self._learn_order(said)
+        added = self._round.add_back_all(
+            votes.was_dropped, lambda bucket: not votes.has_unsent(bucket) or votes.is_back(bucket)
+        )
+        self._round = Round(self._transport, self._buffers.buckets, self._order)
+        self._set_grads(votes, added)
+        self._transport.reduce_in_place([bucket for bucket in self._buffers.buckets if votes.has_unsent(bucket)])
+        self._learn_order(votes)
         self.note_versions()
-        are_all = said.all_are(kind)
+        are_all = votes.all_are(kind)
         if are_all and kind is not Kind.BACKWARD:
-            self._meeting.note = said.note
-            self.makes_state = said.makes_state()
+            self._meeting.note = votes.note
+            self.makes_state = votes.makes_state()
         return are_all
 
-    def _join(self, said: Says) -> None:
-        if said.has_started:
-            for bucket in self._not_launched():
-                self._parcels.append(self._transport.join(bucket))
-        self._num_launched = 0
+    def _join(self, votes: Votes) -> None:
+        """Complete the round that some rank began; nothing of it is known where ranks have different buckets."""
+        if not votes.agrees_on_params:
+            self._round.in_flight.clear()
+        elif votes.has_launched:
+            self._round.join()
 
-    def _settle_all(self, said: Says) -> set[int]:
-        """Return the indices of the buckets that were settled."""
-        settled = set()
-        while self._parcels:
-            parcel = self._parcels.popleft()
-            dropped = [entry for entry in parcel.bucket.entries if said.was_dropped(entry)]
-            is_final = not said.is_dirty(parcel.bucket) or said.was_settled(parcel.bucket)
-            self._transport.settle(parcel, dropped, is_final=is_final)
-            settled.add(parcel.bucket.index)
-        return settled
-
-    def _reduce_dirty(self, said: Says) -> None:
-        """Reduce buckets that hold on some rank what was not launched: in place, each while the next one starts."""
-        started: deque[Parcel] = deque()
-        for bucket in self._buffers.buckets:
-            if said.is_dirty(bucket):
-                started.append(self._transport.start_in_place(bucket))
-                bucket.is_dirty = False
-            if len(started) >= MAX_IN_FLIGHT:
-                self._transport.finish_in_place(started.popleft())
-        while started:
-            self._transport.finish_in_place(started.popleft())
-
-    def _hang(self, said: Says, settled: set[int]) -> None:
+    def _set_grads(self, votes: Votes, added: set[int]) -> None:
         """Give every parameter that has a gradient on some rank its ``.grad``, on all.
 
-        Before dirty buckets are reduced, which takes spans without ``.grad`` for old bytes.
+        Before buckets are reduced in place, which takes spans without ``.grad`` for old bytes.
         """
         given = []
         for entry in self._buffers.entries:
-            if not said.has(entry):
+            if not votes.has_grad(entry):
                 continue
             given.append(entry)
-            if said.is_share(entry) and not entry.slot.is_share:
+            if votes.is_share(entry) and not entry.slot.is_share:
                 entry.slot.expect_share(entry.param)
             if entry.bucket.is_lending:
                 entry.slot.is_reduced = True
             elif entry.param.grad is None and entry.slot.main_grad is not None and entry.slot.local_grad is not None:
-                if entry.bucket.index not in settled:
+                if entry.bucket.index not in added:
                     entry.slot.local_grad.zero_()
-                hang(entry.param, entry.slot.main_grad)
+                set_grad(entry.param, entry.slot.main_grad)
         for bucket in self._buffers.buckets:
             self._transport.undivide(bucket)
-            bucket.is_settled = False
         self._ballot.give_all(given)
 
     def _drop_window(self) -> None:
-        while self._parcels:
-            self._parcels.popleft().pending.wait()
+        self._round.drop()
+        self._round = Round(self._transport, self._buffers.buckets, self._order)
         for entry in self._buffers.entries:
             entry.param.grad = None
-            if entry.slot.main_grad is not None:  # what came from other ranks may lie there, and was never hung up
+            if entry.slot.main_grad is not None:  # what came from other ranks may lie there, where no `.grad` shows it
                 entry.slot.main_grad.is_zero = False  # type: ignore[attr-defined]
         self.cleared()
         self._ballot.give_all([])
@@ -467,11 +448,11 @@ class Reduction:
     # -- edits from outside
 
     def _follow_stages(self) -> None:
-        if self._comm.world_size > 1:
-            self._stage_edits.listen()
+        if self._comm.world_size > 1 and STAGE_MODULE in sys.modules:  # not loaded: there is none
+            self._stage_edits.listen(sys.modules[STAGE_MODULE])
 
-    def _settle_launched(self) -> None:
-        if self._num_launched:
+    def _bring_back(self) -> None:
+        if self._round.has_begun:
             self.sync(Meeting(Kind.BACKWARD))
 
     def note_versions(self) -> None:
@@ -485,9 +466,9 @@ class Reduction:
         Under a shard what it found there was a share, and all zero where the content is under way; which it is at times
         without one, too. Zeros in a share are harmless: ``model.zero_grad(set_to_none=False)``.
         """
-        if self._watch.has_failed or self._comm.world_size == 1:
+        if self._comm.world_size == 1 or self._watch.has_failed:
             return []
-        away = set(self._launch_order()[: self._num_launched])
+        away = self._round.launched
         written = [bucket for bucket in self._buffers.buckets if bucket.was_written()]
         if not self._buffers.sharding.is_sharded:
             return [*self._edited, *(bucket for bucket in written if bucket.index in away)]
@@ -495,5 +476,5 @@ class Reduction:
         return [*self._edited, *shares]
 
 
-def _meet(reductions: Sequence[Reduction]) -> None:
-    meet_all([(r._comm.channel, r) for r in reductions if r._comm.channel is not None])
+def _meet(reducers: Sequence[Reducer]) -> None:
+    meet_all([(r._comm.channel, r) for r in reducers if r._comm.channel is not None])
