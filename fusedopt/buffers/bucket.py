@@ -285,8 +285,10 @@ class Slot:
                 raise RuntimeError(f"parameter {self.name} was unwrapped while a gradient arrived for it")
             self.local_grad = bucket.lend().as_strided(self.shape, self.strides, self.start)
             self.address = self.local_grad.data_ptr()
-            placements = dtensor.share_placements(param) if self.is_share else None
-            self.main_grad = dtensor.like(param, self.local_grad, placements)
+            self.main_grad = self.local_grad
+            if self.is_dtensor:
+                placements = dtensor.share_placements(param) if self.is_share else None
+                self.main_grad = dtensor.like(param, self.local_grad, placements)
             register(param, self.main_grad, bucket.backend, self.name)
         return self.main_grad
 

@@ -44,9 +44,8 @@ from fusedopt.reduction.pipeline_stages import STAGE_MODULE, StageEdits
 from fusedopt.reduction.transport import MAX_IN_FLIGHT, Round, Transport
 from fusedopt.reduction.votes import Ballot, Meeting, Problem, Votes
 from fusedopt.sharding import dtensor
-from fusedopt.sharding.channel import Address, Kind, meet_all, name_of
+from fusedopt.sharding.channel import Address, Kind, Tally, meet_all, name_of
 from fusedopt.sharding.comm import DataParallelGroup, in_words
-from fusedopt.sharding.process_groups import Tally
 
 _serials = itertools.count()
 
@@ -138,6 +137,8 @@ class Reducer:
 
     def cleared(self) -> None:
         """Note that all gradients are cleared through the optimizer."""
+        if self._comm.world_size == 1:
+            return
         self._ballot.clear()
         self._edited = []
         for bucket in self._buffers.buckets:

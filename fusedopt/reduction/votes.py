@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from fusedopt.buffers.bucket import Bucket, Entry, Place
 from fusedopt.buffers.flat import Buffers
-from fusedopt.sharding.channel import Kind
+from fusedopt.sharding.channel import NUMBER_NBYTES, Kind, clashes, twice
 
 
 class Problem(enum.IntFlag):
@@ -67,9 +67,8 @@ class Meeting:
     note: bool = False
 
 
-_NUM_NUMBERS, _NUMBER_BYTES = 4, 4
 _NUMBERS_AT = 3
-_PARAMS_AT = _NUMBERS_AT + _NUM_NUMBERS * 2 * _NUMBER_BYTES
+_PARAMS_AT = _NUMBERS_AT + 4 * 2 * NUMBER_NBYTES
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,7 @@ class Vote:
 
     def encode(self) -> bytes:
         """Return it as bits of which ranks can form the union; each number is followed by its inverse."""
-        lows = [number.to_bytes(_NUMBER_BYTES, "little") for number in self.numbers]
-        numbers = b"".join(low + bytes(255 - byte for byte in low) for low in lows)
+        numbers = b"".join(map(twice, self.numbers))
         return (
             bytes([1 << self.kind, self.problem, self.has_launched | self.note << 1])
             + numbers
@@ -132,8 +130,8 @@ class Votes:
     @staticmethod
     def decode(union: bytes, entries: Sequence[Entry]) -> Votes:
         """Return what is in the ``union`` of encoded votes, for a rank that has these ``entries``."""
-        starts = range(_NUMBERS_AT, _PARAMS_AT, 2 * _NUMBER_BYTES)
-        params, buckets, count, listing = (_is_one(union[start : start + 2 * _NUMBER_BYTES]) for start in starts)
+        starts = range(_NUMBERS_AT, _PARAMS_AT, 2 * NUMBER_NBYTES)
+        params, buckets, count, listing = [not clashes(union[at : at + 2 * NUMBER_NBYTES]) for at in starts]
         buckets_at = _PARAMS_AT + len(entries)
         return Votes(
             kinds=union[0],
@@ -204,11 +202,6 @@ class Votes:
                 shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
                 return f"the gradient of parameter {shown} was cleared or replaced on some ranks only"
         return None
-
-
-def _is_one(number: bytes) -> bool:
-    """Return whether all ranks told the same number."""
-    return not any(number[i] & number[i + _NUMBER_BYTES] for i in range(_NUMBER_BYTES))
 
 
 class Ballot:

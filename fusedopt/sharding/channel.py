@@ -22,19 +22,26 @@ import enum
 import hashlib
 import threading
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from fusedopt.sharding.process_groups import DataGroups, Ranks, Tally, make_group, waiting
+from fusedopt.sharding.process_groups import DataGroups, Ranks, make_group
 
 BLOCK_NBYTES = 4096
 """Up to 16 KiB gloo's time is latency. One block has room for what is said about 4000 parameters."""
 
-_KEY_NBYTES, _LENGTH_NBYTES = 8, 4
+NUMBER_NBYTES = 4
+"""Of a number on which ranks have to agree."""
+
+_KEY_NBYTES = 8
+_LENGTH_AT = 2 * _KEY_NBYTES
+_PROBLEM_AT = _LENGTH_AT + 2 * NUMBER_NBYTES
+_BODY_AT = _PROBLEM_AT + 1
 
 Address = tuple[str, int]
 """What ranks know a wrapper by: ``(NUMBERED, number)``; a copy of one, before its first meeting, ``(COPY, number)``."""
@@ -55,6 +62,19 @@ _PLACES = {
     Kind.CLIP: "clip_grad_norm_() of",
     Kind.STEP: "step() of",
 }
+
+
+class Tally:
+    """Collectives that one wrapper started, by kind, and the bytes that this rank sends in them."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.nbytes: Counter[str] = Counter()
+
+    def add(self, kind: str, nbytes: int = 0) -> None:
+        """Count one collective."""
+        self.counts[kind] += 1
+        self.nbytes[kind] += nbytes
 
 
 class Member(Protocol):
@@ -316,15 +336,15 @@ class Channel:
     def _exchange(self, key: Hashable, body: bytes, tally: Tally, *, has_problem: bool = False) -> _Heard | None:
         """Return what all ranks together say about ``key``, or None if it is not the same on all of them."""
         digest = hashlib.blake2b(repr(key).encode(), digest_size=_KEY_NBYTES).digest()
-        head = _twice(digest) + _twice(len(body).to_bytes(_LENGTH_NBYTES, "little")) + bytes([has_problem])
+        head = twice(int.from_bytes(digest, "little"), _KEY_NBYTES) + twice(len(body)) + bytes([has_problem])
         message = head + body
         message += bytes(max(0, BLOCK_NBYTES - len(message)))
         union = self.exchange(message[:BLOCK_NBYTES], tally)
-        if _clashes(union[: 2 * _KEY_NBYTES]):
+        if clashes(union[:_LENGTH_AT]):
             return None
-        if len(message) > BLOCK_NBYTES and not _clashes(union[2 * _KEY_NBYTES : len(head) - 1]):
+        if len(message) > BLOCK_NBYTES and not clashes(union[_LENGTH_AT:_PROBLEM_AT]):
             union += self.exchange(message[BLOCK_NBYTES:], tally)
-        return _Heard(bool(union[len(head) - 1]), union[len(head) : len(head) + len(body)])
+        return _Heard(bool(union[_PROBLEM_AT]), union[_BODY_AT : _BODY_AT + len(body)])
 
     def exchange(self, message: bytes, tally: Tally) -> bytes:
         """Return the union of the bits that all ranks set, in messages of one size."""
@@ -413,11 +433,26 @@ def _refusal(found: Mapping[int, _Presence]) -> str | None:
     return None
 
 
-def _twice(number: bytes) -> bytes:
-    return number + bytes(255 - byte for byte in number)
+@contextlib.contextmanager
+def waiting(what: str, ranks: Ranks, timeout: datetime.timedelta | None) -> Iterator[None]:
+    """Say what this rank was in, and for whom it waited there, if the others do not come in the body."""
+    try:
+        yield
+    except RuntimeError as error:
+        most = f", {timeout.total_seconds():g} s at most" if timeout is not None else ""
+        raise RuntimeError(
+            f"rank {dist.get_rank()} is in {what} and waited for the others of ranks {list(ranks)}{most}: one of them "
+            f"ended, raised, or waits elsewhere. {error}"
+        ) from error
 
 
-def _clashes(twice: bytes) -> bool:
-    """Return whether `_twice` of different numbers went into a union of bits."""
-    half = len(twice) // 2
-    return any(a & b for a, b in zip(twice[:half], twice[half:], strict=True))
+def twice(number: int, nbytes: int = NUMBER_NBYTES) -> bytes:
+    """Return ``number`` and its inverse, which have no bit in common."""
+    inverse = number ^ ((1 << 8 * nbytes) - 1)
+    return number.to_bytes(nbytes, "little") + inverse.to_bytes(nbytes, "little")
+
+
+def clashes(union: bytes) -> bool:
+    """Return whether different numbers went into a union of what `twice` gives."""
+    half = len(union) // 2
+    return bool(int.from_bytes(union[:half], "little") & int.from_bytes(union[half:], "little"))

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedopt.sharding.channel import COPY, NUMBERED, Address, Channel, channel_of, name_of
-from fusedopt.sharding.process_groups import DataGroups, Ranks, Tally, timeout_of, waiting
+from fusedopt.sharding.channel import COPY, NUMBERED, Address, Channel, Tally, channel_of, name_of, waiting
+from fusedopt.sharding.process_groups import DataGroups, Ranks, timeout_of
 
 
 class Pending:

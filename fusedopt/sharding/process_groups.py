@@ -13,26 +13,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 Ranks = tuple[int, ...]
-
-
-class Tally:
-    """Collectives that one wrapper started, by kind, and the bytes that this rank sends in them."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.nbytes: Counter[str] = Counter()
-
-    def add(self, kind: str, nbytes: int = 0) -> None:
-        """Count one collective."""
-        self.counts[kind] += 1
-        self.nbytes[kind] += nbytes
 
 
 class DataGroups:
@@ -69,19 +55,6 @@ def _timeouts_of(group: Any) -> Iterator[datetime.timedelta]:
             continue
         if isinstance(timeout, datetime.timedelta):
             yield timeout
-
-
-@contextlib.contextmanager
-def waiting(what: str, ranks: Ranks, timeout: datetime.timedelta | None) -> Iterator[None]:
-    """Say what this rank was in, and for whom it waited there, if the others do not come in the body."""
-    try:
-        yield
-    except RuntimeError as error:
-        most = f", {timeout.total_seconds():g} s at most" if timeout is not None else ""
-        raise RuntimeError(
-            f"rank {dist.get_rank()} is in {what} and waited for the others of ranks {list(ranks)}{most}: one of them "
-            f"ended, raised, or waits elsewhere. {error}"
-        ) from error
 
 
 def make_group(name: str, ranks: Ranks, timeout: datetime.timedelta | None, backend: str | None = None) -> Any:

@@ -548,7 +548,11 @@ def consolidations(rank, references):
     else:
         assert frozen(found) == part
     owned = sum(e.part.numel for e in optimizer._buffers.entries if e.part is not None)
-    tensors = [t for state in optimizer._persistence._state_dicts(optimizer.param_groups).pack_state().values() for t in tensors_in(state)]
+    tensors = [
+        t
+        for state in optimizer._persistence._state_dicts(optimizer.param_groups).pack_state().values()
+        for t in tensors_in(state)
+    ]
     if rank == 0:  # its tensors and two blocks to agree; nothing is sent twice, or by a rank that could keep it
         assert 12 * owned - 4 * 3 * 1030 <= sent["control"] - 2 * BLOCK_NBYTES <= sum(t.nbytes for t in tensors)
     assert optimizer._comm.counts["control"] - counts["control"] <= 3 + len(tensors) + 40

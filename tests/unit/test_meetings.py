@@ -22,8 +22,8 @@ def test_numbers_that_differ_clash_in_the_union_of_their_bits_and_equal_ones_do_
         several = [rng.randbytes(4) for _ in range(rng.randint(1, 4))]
         if rng.random() < 0.5:  # some differ in one bit
             several = [several[0]] * 3 + [bytes([several[0][0] ^ 1 << rng.randrange(8), *several[0][1:]])]
-        said = union(*map(channel._twice, several))
-        assert channel._clashes(said) == (len(set(several)) > 1)
+        said = union(*(channel.twice(int.from_bytes(each, "little")) for each in several))
+        assert channel.clashes(said) == (len(set(several)) > 1)
 
 
 def union(*messages):
