@@ -230,7 +230,7 @@ def check_trainable(name: str, param: Tensor, *, free_of: Sequence[Any] = ()) ->
     if not param.is_leaf:  # an optimizer with differentiable=True takes it
         raise ValueError(
             f"parameter {name} is not a leaf: it was computed ({param.grad_fn.name() if param.grad_fn else 'a view'}), "
-            "so that autograd hangs no gradient on it. Give the optimizer the Parameter it was computed from; "
+            "so that autograd gives it no gradient. Give the optimizer the Parameter it was computed from; "
             "differentiable=True, for steps that are part of a graph, goes with the bare optimizer only"
         )
     if param.is_complex():
@@ -253,7 +253,7 @@ def check_trainable(name: str, param: Tensor, *, free_of: Sequence[Any] = ()) ->
         )
     if param.grad is not None and (param.grad.layout is not torch.strided or param.grad.requires_grad):
         raise TypeError(
-            f"the gradient that hangs on parameter {name} is sparse or part of a graph; clear it (param.grad = None) "
+            f"the gradient that parameter {name} has is sparse or part of a graph; clear it (param.grad = None) "
             "and make its layer deliver dense gradients before wrapping"
         )
     if has_overlap(dtensor.local_of(param)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusedopt.sharding.layout import Bucket, ParamSpec, Span, intersect, plan_buckets
+from fusedopt.sharding.layout import BucketPlan, ParamSpec, Span, intersect, plan_buckets
 
 MAIN_NBYTES = 4
 """Of one fp32 element: main_grad, main_param."""
@@ -95,13 +95,13 @@ def cost(
     )
 
 
-def _owned(bucket: Bucket, rank: int) -> int:
+def _owned(bucket: BucketPlan, rank: int) -> int:
     """Return the elements of parameters, without padding, that ``rank`` updates."""
     shard = bucket.shard_span(rank)
     spans = (intersect(placement.span, shard) for placement in bucket.placements)
     return sum(span.numel for span in spans if isinstance(span, Span))
 
 
-def _sent(buckets: Sequence[Bucket], element_nbytes: int, world_size: int, times: int) -> int:
+def _sent(buckets: Sequence[BucketPlan], element_nbytes: int, world_size: int, times: int) -> int:
     """Return the bytes one rank sends when every bucket travels ``times``."""
     return sum(times * (element_nbytes * bucket.numel * (world_size - 1) // world_size) for bucket in buckets)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fusedopt.backends.offers import Adam, Sgd, Spans
+from fusedopt.backends.offers import Adam, Sgd, StepTensors
 
 U = 2.0**-24
 LOW = (torch.bfloat16, torch.float16)
@@ -367,16 +367,16 @@ def takes_strided_tensors_and_other_dtypes(scale_cast_, device):
     scale_cast_([], [])
 
 
-# fused_step_(rule, spans, *, grad_scale=None, found_inf=None)
+# fused_step_(rule, operands, *, grad_scale=None, found_inf=None)
 
 
 def make_spans(sizes, rule, models, device, steps):
-    """Return spans with random parameters, and state as after some steps."""
+    """Return operands with random parameters, and state as after some steps."""
     mains = [torch.randn(n).to(device) for n in sizes]
     momentum = [torch.randn(n).to(device) for n in sizes]
     states = [momentum, [torch.rand(n).add(0.5).to(device) for n in sizes]] if isinstance(rule, Adam) else [momentum]
     low = None if models is None else [torch.full((n,), math.nan, dtype=models, device=device) for n in sizes]
-    return Spans(
+    return StepTensors(
         [torch.randn(n).to(device) for n in sizes], mains, states, low, [torch.tensor(float(s)) for s in steps]
     )
 
@@ -389,9 +389,9 @@ class Oracle:
     parameter twice. Errors are carried as bounds on sums of absolute values, which no cancellation can hide.
     """
 
-    def __init__(self, rule, spans):
+    def __init__(self, rule, operands):
         self.rule, self.num_steps = rule, 0
-        self.params = [torch.nn.Parameter(finite(main)) for main in spans.mains]
+        self.params = [torch.nn.Parameter(finite(main)) for main in operands.mains]
         is_adam = isinstance(rule, Adam)
         if is_adam:
             cls = torch.optim.AdamW if rule.is_decoupled else torch.optim.Adam
@@ -402,11 +402,11 @@ class Oracle:
             self.optimizer = torch.optim.SGD(self.params, *given, nesterov=rule.is_nesterov, foreach=False)
         self.keys = ("exp_avg", "exp_avg_sq") if is_adam else ("momentum_buffer",)
         for position, param in enumerate(self.params):
-            state = {key: finite(tensors[position]) for key, tensors in zip(self.keys, spans.states, strict=True)}
+            state = {key: finite(tensors[position]) for key, tensors in zip(self.keys, operands.states, strict=True)}
             if is_adam:
-                state["step"] = spans.steps[position].clone().cpu() - 1
+                state["step"] = operands.steps[position].clone().cpu() - 1
             self.optimizer.state[param].update(state)
-        self.sizes = [finite(tensor).abs() for tensor in spans.states[0]]  # of the terms that are summed
+        self.sizes = [finite(tensor).abs() for tensor in operands.states[0]]  # of the terms that are summed
         self.bounds = [torch.zeros_like(param) for param in self.params]
 
     def step(self, grads):
@@ -442,16 +442,16 @@ class Oracle:
         update = update + rule.weight_decay * weight if rule.is_decoupled else update
         return update, U * (2 * rule.beta1 / (1 - rule.beta1) + rule.beta2 / (1 - rule.beta2))
 
-    def misses(self, spans):
+    def misses(self, operands):
         """Return, per kind of tensor, by how many bounds the worst element is off."""
         found = {"main": 0.0, **dict.fromkeys(self.keys, 0.0)}
         for position, param in enumerate(self.params):
             if not param.numel():
                 continue
             tiny = 1e-300
-            error = (finite(spans.mains[position]) - param.detach()).abs()
+            error = (finite(operands.mains[position]) - param.detach()).abs()
             found["main"] = max(found["main"], float((error / (self.bounds[position] + tiny)).max()))
-            for key, tensors in zip(self.keys, spans.states, strict=True):
+            for key, tensors in zip(self.keys, operands.states, strict=True):
                 exact = self.optimizer.state[param][key]
                 size = exact if key == "exp_avg_sq" else self.sizes[position]
                 hyper = {"exp_avg": "beta1", "exp_avg_sq": "beta2"}.get(key)
@@ -463,26 +463,26 @@ class Oracle:
         return found
 
 
-def run_steps(fused_step_, rule, spans, num_steps=3, told=None):
-    """Step ``spans`` and the oracle; ``told`` is the rule that the adapter is told instead. Returns the misses."""
-    oracle = Oracle(rule, spans)
+def run_steps(fused_step_, rule, operands, num_steps=3, told=None):
+    """Step ``operands`` and the oracle; ``told`` is the rule that the adapter is told instead. Returns the misses."""
+    oracle = Oracle(rule, operands)
     for _ in range(num_steps):
-        grads = [grad.clone() for grad in spans.grads]
+        grads = [grad.clone() for grad in operands.grads]
         oracle.step(grads)
-        assert fused_step_(told or rule, spans) is None
-        assert all(torch.equal(grad, before) for grad, before in zip(spans.grads, grads, strict=True))
-        for model, main in zip(spans.models or [], spans.mains, strict=bool(spans.models)):
+        assert fused_step_(told or rule, operands) is None
+        assert all(torch.equal(grad, before) for grad, before in zip(operands.grads, grads, strict=True))
+        for model, main in zip(operands.models or [], operands.mains, strict=bool(operands.models)):
             assert torch.equal(finite(model), finite(main.to(model.dtype)))
-        for grad, step in zip(spans.grads, spans.steps, strict=True):
+        for grad, step in zip(operands.grads, operands.steps, strict=True):
             grad.copy_(torch.randn(grad.shape))
             step.add_(1)
-    return oracle.misses(spans)
+    return oracle.misses(operands)
 
 
 def check_rule(fused_step_, rule, device):
     for models in (None, *LOW):
-        spans = make_spans((1024, 5, 700), rule, models, device, steps=(2, 2, 2))
-        misses = run_steps(fused_step_, rule, spans)
+        operands = make_spans((1024, 5, 700), rule, models, device, steps=(2, 2, 2))
+        misses = run_steps(fused_step_, rule, operands)
         assert max(misses.values()) <= 1, misses
 
 
@@ -504,11 +504,11 @@ def steps_sgd_with_momentum_as_torch_does(fused_step_, device):
 
 @case("fused_step_")
 def steps_each_parameter_by_its_own_count(fused_step_, device):
-    spans = make_spans((1024, 5, 700, 64), ADAMW, torch.bfloat16, device, steps=(1, 5, 1, 1000))
-    misses = run_steps(fused_step_, ADAMW, spans)
+    operands = make_spans((1024, 5, 700, 64), ADAMW, torch.bfloat16, device, steps=(1, 5, 1, 1000))
+    misses = run_steps(fused_step_, ADAMW, operands)
     assert max(misses.values()) <= 1, misses
-    spans = make_spans((1024, 5), SGD, torch.bfloat16, device, steps=(1, 5))
-    assert max(run_steps(fused_step_, SGD, spans).values()) <= 1
+    operands = make_spans((1024, 5), SGD, torch.bfloat16, device, steps=(1, 5))
+    assert max(run_steps(fused_step_, SGD, operands).values()) <= 1
 
 
 @case("fused_step_")
@@ -516,11 +516,14 @@ def steps_many_parameters_with_empty_ones_between(fused_step_, device):
     for rule in (ADAMW, NESTEROV):
         for models in (None, *LOW):
             sizes = (0, *[n % 5 for n in range(100)], 3, 0)
-            spans = make_spans(sizes, rule, models, device, steps=[1.0] * len(sizes))
-            misses = run_steps(fused_step_, rule, spans)
+            operands = make_spans(sizes, rule, models, device, steps=[1.0] * len(sizes))
+            misses = run_steps(fused_step_, rule, operands)
             assert max(misses.values()) <= 1, misses
             assert (
-                fused_step_(rule, Spans([], [], [[] for _ in spans.states], None if models is None else [], [])) is None
+                fused_step_(
+                    rule, StepTensors([], [], [[] for _ in operands.states], None if models is None else [], [])
+                )
+                is None
             )
 
 
@@ -535,8 +538,8 @@ def another_rule_would_be_caught(fused_step_, device):
         "decay": (DAMPED, Sgd(0.1, 0.8, 0.1, 0.0, False)),
     }
     for name, (rule, told) in changes.items():
-        spans = make_spans((1024,), rule, None, device, steps=(2,))
-        assert run_steps(fused_step_, rule, spans, told=told)["main"] > 10, name
+        operands = make_spans((1024,), rule, None, device, steps=(2,))
+        assert run_steps(fused_step_, rule, operands, told=told)["main"] > 10, name
 
 
 @case("fused_step_")
@@ -548,11 +551,11 @@ def refuses_what_it_would_compute_wrong(fused_step_, device):
         (ADAMW, {"found_inf": one}, "without grad_scale"),
         (plain, {}, "SGD with momentum"),
     ):
-        spans = make_spans((8,), ADAMW, torch.bfloat16, device, steps=(1,))
-        before = spans.mains[0].clone()
+        operands = make_spans((8,), ADAMW, torch.bfloat16, device, steps=(1,))
+        before = operands.mains[0].clone()
         with pytest.raises(TypeError, match=message):
-            fused_step_(rule, spans, **keywords)
-        assert torch.equal(spans.mains[0], before)
+            fused_step_(rule, operands, **keywords)
+        assert torch.equal(operands.mains[0], before)
 
 
 @case("fused_step_")
@@ -569,15 +572,15 @@ def refuses_dtypes_and_layouts_that_the_kernel_would_misread(fused_step_, device
             (lambda s: s.models.pop(), ValueError, "one of each per position"),
             (lambda s: s.states.pop(), ValueError, "lists of state"),
         ):
-            spans = make_spans((8, 4), rule, torch.bfloat16, device, steps=(1, 1))
-            change(spans)
-            before = [main.clone() for main in spans.mains]
+            operands = make_spans((8, 4), rule, torch.bfloat16, device, steps=(1, 1))
+            change(operands)
+            before = [main.clone() for main in operands.mains]
             with pytest.raises(error, match=message):
-                fused_step_(rule, spans)
-            assert all(torch.equal(main, old) for main, old in zip(spans.mains, before, strict=True))
-    spans = make_spans((8, 4), ADAMW, None, device, steps=(1, 0))
+                fused_step_(rule, operands)
+            assert all(torch.equal(main, old) for main, old in zip(operands.mains, before, strict=True))
+    operands = make_spans((8, 4), ADAMW, None, device, steps=(1, 0))
     with pytest.raises(ValueError, match="counted from 1"):
-        fused_step_(ADAMW, spans)
-    spans.steps.pop()
+        fused_step_(ADAMW, operands)
+    operands.steps.pop()
     with pytest.raises(ValueError, match="one of each per position"):
-        fused_step_(ADAMW, spans)
+        fused_step_(ADAMW, operands)

@@ -45,7 +45,7 @@ class FusedStep:
     """A step rule in one pass over memory, model parameters included.
 
     Args:
-        run: ``run(rule, spans, grad_scale=None, found_inf=None)``, see `offers.Spans`. ``grad_scale`` divides
+        run: ``run(rule, operands, grad_scale=None, found_inf=None)``, see `offers.StepTensors`. ``grad_scale`` divides
             gradients, in place, and a nonzero ``found_inf`` leaves all as it is; both 0-d float32, on the device.
         takes: whether it knows a rule.
         takes_found_inf: whether ``grad_scale`` and ``found_inf`` may be given.

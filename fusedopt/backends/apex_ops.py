@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fusedopt.backends import lists
 from fusedopt.backends.lists import Launch
-from fusedopt.backends.offers import FUNCTIONS, Absent, Adam, Offer, Sgd, Spans, asking, load, version_of
+from fusedopt.backends.offers import FUNCTIONS, Absent, Adam, Offer, Sgd, StepTensors, asking, load, version_of
 
 CHUNK_NUMEL = 65536
 """Elements per thread block; apex.multi_tensor_apply's own choice."""
@@ -139,7 +139,7 @@ def _fused_step_(
     adam: Callable[..., None],
     sgd: Callable[..., None],
     rule: Adam | Sgd,
-    spans: Spans,
+    operands: StepTensors,
     *,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -154,12 +154,12 @@ def _fused_step_(
     """
     if not takes(rule) or grad_scale is not None or found_inf is not None:
         raise TypeError(f"apex steps without grad_scale and found_inf, and takes Adam or SGD with momentum; got {rule}")
-    columns = [spans.grads, spans.mains, *spans.states]
-    lists.check_spans(columns, spans.models)
-    if len(spans.states) != (2 if isinstance(rule, Adam) else 1):
-        raise ValueError(f"{len(spans.states)} lists of state for {rule}; needed are 2 for Adam and 1 for SGD")
-    numbers = lists.numbers_of(spans.steps) if isinstance(rule, Adam) else None
-    writes = lists.launches([spans.models, spans.mains]) if spans.models else []
+    columns = [operands.grads, operands.mains, *operands.states]
+    lists.check_operands(columns, operands.models)
+    if len(operands.states) != (2 if isinstance(rule, Adam) else 1):
+        raise ValueError(f"{len(operands.states)} lists of state for {rule}; needed are 2 for Adam and 1 for SGD")
+    numbers = lists.numbers_of(operands.steps) if isinstance(rule, Adam) else None
+    writes = lists.launches([operands.models, operands.mains]) if operands.models else []
     for launch in lists.launches(columns, numbers):
         flag = lists.flag_for(launch)
         with lists.device_of(launch.lists[0][0]):

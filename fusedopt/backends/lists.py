@@ -223,7 +223,7 @@ def check_wgrad(main_grad: Tensor, grad_output: Tensor, input: Tensor) -> None:
         raise ValueError(f"dimensions {shapes} do not fit the library's int32; split the tokens")
 
 
-def check_spans(lists: Sequence[Sequence[Tensor]], models: Sequence[Tensor] | None) -> None:
+def check_operands(lists: Sequence[Sequence[Tensor]], models: Sequence[Tensor] | None) -> None:
     """Raise TypeError unless ``lists`` are fp32 and ``models`` of one low precision, where the libraries run."""
     dtypes = sorted({str(tensor.dtype) for tensors in lists for tensor in tensors})
     if dtypes not in ([], ["torch.float32"]):

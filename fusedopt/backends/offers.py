@@ -70,7 +70,7 @@ Rule = Adam | Sgd
 
 
 @dataclass(frozen=True)
-class Spans:
+class StepTensors:
     """What a fused step reads and writes: lists of equal length, one item per parameter, on one device.
 
     Args:
@@ -91,7 +91,7 @@ class Spans:
 
 
 class Absent(Exception):
-    """Says why a library, or a function of it, is not there."""
+    """Tells why a library, or a function of it, is not there."""
 
 
 @contextlib.contextmanager

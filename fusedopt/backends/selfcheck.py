@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fusedopt.backends import torch_ops
-from fusedopt.backends.offers import Absent, Adam, Spans, asking
+from fusedopt.backends.offers import Absent, Adam, StepTensors, asking
 
 NUMEL = 2048
 STEP_TOLERANCE = 1e-5
@@ -88,7 +88,7 @@ def _fused_step(run: Callable[..., Any], device: torch.device, dtype: torch.dtyp
     weight.grad = torch.linspace(-1.0, 3.0, NUMEL)
     reference.step()
     state = reference.state[weight]
-    spans = Spans(
+    operands = StepTensors(
         grads=[weight.grad.to(device)],
         mains=[weight.detach().to(device, copy=True)],
         states=[[state[key].to(device, copy=True)] for key in ("exp_avg", "exp_avg_sq")],
@@ -96,13 +96,13 @@ def _fused_step(run: Callable[..., Any], device: torch.device, dtype: torch.dtyp
         steps=[torch.tensor(2.0)],
     )
     reference.step()
-    run(rule, spans)
+    run(rule, operands)
     expected = [weight.detach(), state["exp_avg"], state["exp_avg_sq"]]
-    found = [spans.mains[0], *(tensors[0] for tensors in spans.states)]
+    found = [operands.mains[0], *(tensors[0] for tensors in operands.states)]
     for one, other in zip(found, expected, strict=True):
         if not bool(((one.cpu() - other).abs() <= STEP_TOLERANCE * (rule.lr + other.abs())).all()):
             return "its self-check made another AdamW step than torch"
-    models = spans.models or ()
+    models = operands.models or ()
     return None if _are_equal(models, [found[0].to(dtype)]) else "its self-check rounded model parameters wrongly"
 
 

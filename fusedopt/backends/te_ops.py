@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fusedopt.backends import lists
 from fusedopt.backends.lists import Launch
-from fusedopt.backends.offers import FUNCTIONS, Absent, Adam, Offer, Sgd, Spans, asking, load, version_of
+from fusedopt.backends.offers import FUNCTIONS, Absent, Adam, Offer, Sgd, StepTensors, asking, load, version_of
 
 PACKAGE = "transformer_engine.pytorch"
 GEMM_KEYWORDS = ("layout", "grad", "out", "out_dtype", "accumulate")
@@ -165,7 +165,7 @@ def _fused_step_(
     adam: Callable[..., None],
     sgd: Callable[..., None],
     rule: Adam | Sgd,
-    spans: Spans,
+    operands: StepTensors,
     *,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -180,23 +180,23 @@ def _fused_step_(
     """
     if not takes(rule) or grad_scale is not None or found_inf is not None:
         raise TypeError(f"TE steps without grad_scale and found_inf, and takes Adam or SGD with momentum; got {rule}")
-    lists.check_spans([spans.grads, spans.mains, *spans.states], spans.models)
-    if len(spans.states) != (2 if isinstance(rule, Adam) else 1):
-        raise ValueError(f"{len(spans.states)} lists of state for {rule}; needed are 2 for Adam and 1 for SGD")
+    lists.check_operands([operands.grads, operands.mains, *operands.states], operands.models)
+    if len(operands.states) != (2 if isinstance(rule, Adam) else 1):
+        raise ValueError(f"{len(operands.states)} lists of state for {rule}; needed are 2 for Adam and 1 for SGD")
     writes: list[Launch] = []
     if isinstance(rule, Adam):
-        read = [spans.grads, spans.mains, *spans.states]
-        columns = [spans.grads, spans.models, *spans.states, spans.mains] if spans.models else read
-        for launch in lists.launches(columns, lists.numbers_of(spans.steps)):
+        read = [operands.grads, operands.mains, *operands.states]
+        columns = [operands.grads, operands.models, *operands.states, operands.mains] if operands.models else read
+        for launch in lists.launches(columns, lists.numbers_of(operands.steps)):
             mode, bias_correction = int(rule.is_decoupled), 1
             betas = (rule.beta1, rule.beta2)
             adam(launch, rule.lr, *betas, rule.eps, launch.key, mode, bias_correction, rule.weight_decay)
         return
-    columns = [spans.grads, spans.mains, *spans.states]
-    if spans.models and spans.models[0].dtype is torch.float16:
-        columns.append(spans.models)
-    elif spans.models:
-        writes = lists.launches([spans.models, spans.mains])
+    columns = [operands.grads, operands.mains, *operands.states]
+    if operands.models and operands.models[0].dtype is torch.float16:
+        columns.append(operands.models)
+    elif operands.models:
+        writes = lists.launches([operands.models, operands.mains])
     for launch in lists.launches(columns):  # buffers exist, weight decay enters the gradient, gradients are not scaled
         numbers = (rule.weight_decay, rule.momentum, rule.dampening, rule.lr)
         sgd(launch, *numbers, rule.is_nesterov, False, False, 1.0)

@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedopt.backends.offers import FUNCTIONS, LOW_PRECISION, Absent, Adam, Offer, Sgd, Spans, load
+from fusedopt.backends.offers import FUNCTIONS, LOW_PRECISION, Absent, Adam, Offer, Sgd, StepTensors, load
 
 BLOCK = 1024
 """Elements that one program handles: 8 per thread at Triton's default of 4 warps, two 16-byte loads of fp32
@@ -59,7 +59,7 @@ NEEDED = ("fma", "div_rn", "sqrt_rn")
 """What the kernels use of triton.language and old versions lack."""
 
 KINDS = ("main", "grad", "exp_avg", "exp_avg_sq", "model")
-"""What the step touches per parameter, in the order in which `_check_spans` returns it."""
+"""What the step touches per parameter, in the order in which `_check_operands` returns it."""
 
 OFFERS = ("scale_cast_", "fused_step_")
 """Functions of the table that an installation with everything in it brings."""
@@ -121,29 +121,29 @@ def scale_cast_(targets: Sequence[Tensor], sources: Sequence[Tensor], factor: Te
 
 
 def fused_step_(
-    rule: Adam | Sgd, spans: Spans, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+    rule: Adam | Sgd, operands: StepTensors, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
 ) -> None:
     """Update main_params, their states and the model parameters in one pass; see the top of this file.
 
     Args:
         rule: one of `STEPS`.
-        spans: see `Spans`.
+        operands: see `StepTensors`.
         grad_scale: 0-d, as ``factor`` of `scale_cast_`. Gradients are divided by it, in place.
         found_inf: likewise. Where it is not zero, nothing is written.
 
     Raises:
         TypeError: for another rule or dtype.
-        ValueError: for spans that are not 1-D, contiguous, of equal lengths and on one device.
+        ValueError: for operands that are not 1-D, contiguous, of equal lengths and on one device.
         RuntimeError: where no kernel runs, see `runs_on`.
     """
     if not isinstance(rule, Adam):
         raise TypeError(f"rule is {type(rule).__name__}; the Triton step takes Adam, use torch's for others")
-    columns = _check_spans(spans)
+    columns = _check_operands(operands)
     if not columns:
         return
     device = columns[0][0].device
     scale, flag = _scalar("grad_scale", grad_scale, device), _scalar("found_inf", found_inf, device)
-    corrections = _bias_corrections(rule, spans.steps, device)
+    corrections = _bias_corrections(rule, operands.steps, device)
     is_coupled = not rule.is_decoupled and rule.weight_decay != 0
     kept = 1 - rule.lr * rule.weight_decay if rule.is_decoupled else 1.0
     # float() each: Triton would compile an int into the kernel as such
@@ -152,7 +152,12 @@ def fused_step_(
         if main.numel():
             tensors = (grad, exp_avg, exp_avg_sq, model[0] if model else None, correction, scale, flag)
             _launch(_adam_kernel, main, *tensors, *map(float, scalars), IS_COUPLED=is_coupled)
-    for written in (spans.mains, *spans.states, spans.models or (), () if grad_scale is None else spans.grads):
+    for written in (
+        operands.mains,
+        *operands.states,
+        operands.models or (),
+        () if grad_scale is None else operands.grads,
+    ):
         _written(written)
 
 
@@ -196,13 +201,13 @@ def _check_pair(target: Tensor, source: Tensor) -> None:
         raise ValueError(f"tensors are {_describe(source)}; scale_cast_ needs them dense, without gaps or overlaps")
 
 
-def _check_spans(spans: Spans) -> list[tuple[Tensor, ...]]:
+def _check_operands(operands: StepTensors) -> list[tuple[Tensor, ...]]:
     """Return per parameter: main, grad, the states, the model parameter where there are any."""
-    kinds = [spans.mains, spans.grads, *spans.states, *([] if spans.models is None else [spans.models])]
-    if len(spans.states) != 2 or len({len(kind) for kind in (*kinds, spans.steps)}) > 1:
+    kinds = [operands.mains, operands.grads, *operands.states, *([] if operands.models is None else [operands.models])]
+    if len(operands.states) != 2 or len({len(kind) for kind in (*kinds, operands.steps)}) > 1:
         raise ValueError(
-            f"spans hold {[len(kind) for kind in kinds]} tensors and {len(spans.steps)} steps; an Adam step needs as "
-            "many mains as grads, exp_avgs, exp_avg_sqs, steps, and models unless these are None"
+            f"operands hold {[len(kind) for kind in kinds]} tensors and {len(operands.steps)} steps; Adam needs "
+            "as many mains as grads, exp_avgs, exp_avg_sqs, steps, and models unless these are None"
         )
     columns: list[tuple[Tensor, ...]] = list(zip(*kinds, strict=True))
     for index, (main, *others) in enumerate(columns):

@@ -129,7 +129,7 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, group: int, plan: layout.Bucket, like: Tensor, sharding: Sharding, backend: Any
+        self, index: int, group: int, plan: layout.BucketPlan, like: Tensor, sharding: Sharding, backend: Any
     ) -> None:
         self.index = index
         self.group = group
@@ -224,11 +224,11 @@ class Slot:
         param: read here, not kept.
         bucket: holds its main_grad: fp32 (fp64 for fp64), the parameter's shape, strides where dense.
         start: where in the bucket.
-        is_fsdp: whether FSDP2 reduces its gradients, and hangs them up in the parameter's dtype.
+        is_fsdp: whether FSDP2 reduces its gradients, and sets them in the parameter's dtype.
 
     Attributes:
         shape, strides, numel: of the part of the parameter that this rank holds; of a plain one, of all of it.
-        main_grad: what hangs on the parameter, placed as it is; ``local_grad``: its local part, the same for a plain
+        main_grad: as the parameter has it, placed as that is; ``local_grad``: its local part, the same for a plain
             parameter.
         is_dtensor: whether the parameter is one.
         is_share: of a DTensor parameter: main_grad holds a share, to be summed over its replicas before the step.
@@ -302,7 +302,7 @@ class Slot:
             grad: what arrives; None where a Function returned None.
         """
         main_grad, local = self.main_grad, self.local_grad
-        # On several ranks, an arrival that was not expected may find what the others sent, not hung up yet.
+        # On several ranks, an arrival that was not expected may find what the others sent, which is not `.grad` yet.
         is_expected = self.num_fires == 0 and self.expected_fires == 1
         if main_grad is None or local is None or not is_expected or _is_capturing(local):
             return
@@ -320,16 +320,16 @@ class Slot:
             main_grad.is_zero = True  # type: ignore[attr-defined]
 
     def expect_share(self, param: Tensor) -> None:
-        """Place main_grad as gradients of which each replica of ``param`` holds a share; not while it hangs."""
+        """Place main_grad as gradients of which each replica of ``param`` holds a share; not while it is ``.grad``."""
         self._place(param, dtensor.share_placements(param))
         self.is_share = True
 
     def end_share(self, param: Tensor) -> None:
         """Place main_grad as ``param`` again: its shares were summed, or cleared; `.grad` follows."""
-        hangs = param.grad is not None and param.grad is self.main_grad
+        is_grad = param.grad is not None and param.grad is self.main_grad
         self._place(param, None)
         self.is_share = False
-        if hangs:
+        if is_grad:
             param.grad = self.main_grad
 
     def _place(self, param: Tensor, placements: Any) -> None:
@@ -498,7 +498,7 @@ class Entry:
     def _attach(self) -> None:
         param, slot, grad = self.param, self.slot, self.param.grad
         param.grad = None
-        # FSDP2 hangs up gradients itself, and in the parameter's dtype.
+        # FSDP2 sets gradients itself, and in the parameter's dtype.
         param.grad_dtype = None if self.slot.is_fsdp else self.bucket.dtype
         # torch pickles a Parameter's attributes with it: without this, saving a module would write main_grad.
         vars(param)["__getstate__"] = functools.partial(_state_without_ours, weakref.ref(param))
@@ -617,7 +617,7 @@ def _holds_gradient(held: Tensor, grad: Tensor | None) -> bool:
     if grad is None:
         return bool((low != 0) | (high != 0))
     delivered = dtensor.local_of(grad)
-    if delivered.data_ptr() == held.data_ptr():  # an alias that was hung on `.grad` by hand
+    if delivered.data_ptr() == held.data_ptr():  # an alias that was assigned to `.grad`
         return False
     if bool(low < high):
         return bool(low.isfinite() & high.isfinite())

@@ -51,7 +51,7 @@ class Buffers:
     ) -> list[Entry]:
         """Make buckets for parameters of one group, one bucket at a time, and attach ``main_grad``.
 
-        A gradient that already hangs on a parameter is kept, in fp32.
+        A gradient that a parameter already has is kept, in fp32.
 
         Args:
             group: number of the parameter group; groups do not share buckets.

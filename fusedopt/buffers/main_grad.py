@@ -3,7 +3,7 @@
     layer -> [param.main_grad] <- optimizer
 
 ``param.grad is None`` says that main_grad's bytes are old. Whoever adds first after a
-clear *claims* main_grad: hangs it on ``.grad`` and overwrites; everybody after adds.
+clear *claims* main_grad: makes it ``.grad`` and overwrites; everybody after adds.
 Claim and write are one: a claim whose write failed is undone, or the bytes from before the
 clear would count as a sum.
 
@@ -51,7 +51,7 @@ def register(param: Tensor, main_grad: Tensor, backend: Any = None, name: str = 
     """Make ``main_grad``, which holds zeros, the main_grad of ``param``.
 
     It carries ``num_first_touches``, how often it was claimed, and ``token``, a 0-d int64 CPU tensor by
-    which compiled code, where `resolve` runs, names the parameter: such code sees clones of main_grad; and
+    which compiled code, where `param_of_token` runs, names the parameter: such code sees clones of main_grad; and
     ``backend``, the `Backend` that adds to it, None where that is left to "auto"; ``writer``, see `follow_writer`;
     ``is_zero``, whether nobody who may has written into it yet; and ``param_name``, for messages.
     """
@@ -77,7 +77,7 @@ def hand_over(main_grad: Tensor, successor: Tensor, param: Tensor) -> None:
     param.main_grad = successor  # type: ignore[attr-defined]
 
 
-def resolve(token: Tensor) -> Tensor:
+def param_of_token(token: Tensor) -> Tensor:
     """Return the parameter that ``token`` names.
 
     Raises:
@@ -151,7 +151,7 @@ def _claimed(param: weakref.ref[Tensor]) -> Tensor | None:
 
 
 def claim(param: Tensor) -> bool:
-    """Hang main_grad on ``param.grad``, taking over a gradient that was set by hand.
+    """Make main_grad ``param.grad``, taking over a gradient that was set by hand.
 
     Where main_grads are lent, ``param.main_grad`` exists from here on. Whoever writes next does so through
     `AddingTo` or after `claim_until_end`, which undo this where the write fails.
@@ -254,13 +254,13 @@ def claim_until_end(param: Tensor) -> bool:
 
 
 def refuse_gradient(param: Tensor, grad: Tensor, *, name: str = "", is_fsdp: bool = False) -> None:
-    """Raise if ``grad``, which hangs on ``param`` and is not its main_grad, cannot be taken over into that.
+    """Raise if ``grad``, the ``.grad`` of ``param`` and not its main_grad, cannot be taken over into that.
 
     Args:
         param: an earlier sum in its main_grad stays; a gradient of a kind that has no place there is taken off.
         grad: what autograd left on ``.grad``, or a hand.
-        name: of ``param``, for messages; default: what its main_grad says.
-        is_fsdp: whether FSDP2 hangs up gradients, in the parameter's dtype.
+        name: of ``param``, for messages; default: the one in its main_grad.
+        is_fsdp: whether FSDP2 sets gradients, in the parameter's dtype.
 
     Raises:
         RuntimeError: part of a graph; another dtype or shape.

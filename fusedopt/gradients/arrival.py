@@ -4,7 +4,7 @@
 
 One mechanism: ``param.grad_dtype`` is main_grad's dtype, so the engine casts every
 contribution before it sums; a post-accumulate hook, the first of the parameter's,
-copies the first gradient after a clear into main_grad and hangs that on ``.grad``;
+copies the first gradient after a clear into main_grad and makes that ``.grad``;
 from then on autograd adds into main_grad in place and the hook only looks.
 
 Dynamo refuses an fp32 ``.grad`` on a bf16 parameter: around each trace the gradients of all live wrappers are taken off
@@ -111,7 +111,7 @@ def fold(context: HookContext, slot: Slot, param: Tensor) -> None:
     if main_grad is not None:
         follow_writer(main_grad, will_write=False)
     if grad is main_grad:  # autograd added in place
-        main_grad.is_zero = False  # type: ignore[attr-defined]  # hung there by hand, perhaps
+        main_grad.is_zero = False  # type: ignore[attr-defined]  # set by hand, perhaps
         if grad.data_ptr() != slot.address or getattr(param, "main_grad", None) is not main_grad:
             slot.check(param)
         return
@@ -200,7 +200,7 @@ class Arrival:
                 with torch.no_grad():
                     arrive(self._context, entry.slot, entry.param)
             else:
-                grad.is_zero = False  # type: ignore[attr-defined]  # hung there by hand, perhaps
+                grad.is_zero = False  # type: ignore[attr-defined]  # set by hand, perhaps
         return absent
 
     def release(self) -> None:

@@ -96,7 +96,7 @@ def _config(accelerator: Any, flags: FusedOptArguments | None, settings: dict[st
     if flags is None:
         return MainGradConfig.from_env(**settings)
     steps = Owned("gradient_accumulation_steps", accelerator.gradient_accumulation_steps, "the Accelerator", 1)
-    return flags.resolve((steps,))
+    return flags.to_config((steps,))
 
 
 class _Routes:

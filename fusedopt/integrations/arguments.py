@@ -128,7 +128,7 @@ class FusedOptArguments:
             if self.recompute_use_reentrant:
                 yield "recompute_use_reentrant=True does nothing without recompute; add --recompute, or drop it"
 
-    def resolve(
+    def to_config(
         self,
         owned: Sequence[Owned] = (),
         *,
@@ -181,7 +181,7 @@ class FusedOptArguments:
         Args:
             model: the bare module whose parameters ``optimizer`` holds; gives them their names.
             optimizer: bare; it belongs to the wrapper from now on.
-            config: from `resolve`.
+            config: from `to_config`.
             **keywords: of `FusedMainGradOptimizer`: ``process_group``, ``device_mesh``, ``norm_group``.
 
         Raises:

@@ -57,7 +57,7 @@ def trainer_config(fusedopt_args: FusedOptArguments, args: Any, *, trainer_clips
         problems.append(
             "recompute with the Trainer's own checkpointing: layers would recompute twice; drop one of them"
         )
-    return fusedopt_args.resolve(owned, problems=problems)
+    return fusedopt_args.to_config(owned, problems=problems)
 
 
 class FusedOptMixin(_Trainer):  # type: ignore[misc]
@@ -157,7 +157,7 @@ class FusedOptMixin(_Trainer):  # type: ignore[misc]
         return wrapper
 
     def _release(self) -> None:
-        """Let go of the wrapper of an earlier run: its buffers, and what hangs on the model."""
+        """Let go of the wrapper of an earlier run: its buffers, and what it attached to the model."""
         wrapper, self._wrapper, self._known = self._wrapper, None, None
         if wrapper is not None:
             wrapper.unwrap()

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fusedopt.backends import for_weight
-from fusedopt.buffers.main_grad import claim_until_end, has_main_grad
-from fusedopt.buffers.main_grad import resolve as parameter_of
+from fusedopt.buffers.main_grad import claim_until_end, has_main_grad, param_of_token
 from fusedopt.layers.function import Destination, MainGradFunction, destination_of
 
 
@@ -146,7 +145,7 @@ def wgrad_accumulate(main_grad: Tensor, token: Tensor, grad_output: Tensor, inpu
     """
     is_wanted, has_sum = _claim_for(token, main_grad)
     if is_wanted:
-        backend = for_weight(parameter_of(token))
+        backend = for_weight(param_of_token(token))
         backend.wgrad_accumulate_(main_grad, grad_output, input, accumulate=has_sum, exact=exact)
 
 
@@ -172,7 +171,7 @@ def _(main_grad: Tensor, token: Tensor, grad: Tensor) -> None:
 
 def _claim_for(token: Tensor, main_grad: Tensor) -> tuple[bool, bool]:
     """Return whether the running backward wants this parameter's gradient, and whether main_grad holds a sum."""
-    param: Any = parameter_of(token)
+    param: Any = param_of_token(token)
     destination = destination_of(_accumulate_node(param), param)
     if destination is Destination.RETURN:
         raise RuntimeError(

@@ -98,7 +98,8 @@ class Scalers:
         """Run the body, in which ranks meet, and then do what ``scaler.unscale_`` cannot under a shard.
 
         It unscales the ``.grad`` it sees, and tells whether one is infinite. Under ``"gradients"`` there is none, under
-        ``"optimizer"`` they may be under way between ranks. So its doing is undone, and done where ranks have met.
+        ``"optimizer"`` they may be under way between ranks. So its unscaling is taken back, and done anew where ranks
+        have met.
 
         Args:
             found_inf: tells of all gradients on all ranks.
@@ -113,12 +114,12 @@ class Scalers:
         state = scaler._per_optimizer_states[self._key]
         was_unscaled = state["stage"] is OptState.UNSCALED
         if was_unscaled:
-            self._scale_hanging_(scale)
+            self._scale_grads_(scale)
         try:
             yield
         except BaseException:
             if was_unscaled:
-                self._scale_hanging_(inverse)
+                self._scale_grads_(inverse)
             raise
         state[_MARK] = True  # until scaler.update(), which makes a new one
         has_inf = found_inf()
@@ -128,7 +129,7 @@ class Scalers:
         state["stage"] = OptState.UNSCALED
         state["found_inf_per_device"] = {scale.device: torch.full_like(scale, float(has_inf))}
 
-    def _scale_hanging_(self, factor: Tensor) -> None:
+    def _scale_grads_(self, factor: Tensor) -> None:
         untouched = [bucket for bucket in self._buffers.buckets if not bucket.was_written()]
         for entry in self._buffers.entries:
             if entry.param.grad is not None:

@@ -123,7 +123,7 @@ class Reducer:
         self._edited: list[Bucket] = []  # before they were reduced for other ranks
         self._meeting = Meeting(Kind.BACKWARD)
 
-    # -- what the loop says
+    # -- what the loop does
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -67,7 +67,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketPlan:
     """One flat tensor's worth of parameters.
 
     Args:
@@ -102,7 +102,7 @@ def intersect(a: Span, b: Span) -> Span | None:
 
 def plan_buckets(
     specs: Sequence[ParamSpec], bucket_numel: int, world_size: int = 1, shard_by: str = "element"
-) -> tuple[Bucket, ...]:
+) -> tuple[BucketPlan, ...]:
     """Lay parameters out in buckets.
 
     Args:
@@ -163,17 +163,17 @@ def _chunks(members: list[_Member], bucket_numel: int) -> Iterable[list[_Member]
         yield chunk
 
 
-def _place_by_element(key: Hashable, chunk: list[_Member], world_size: int) -> Bucket:
+def _place_by_element(key: Hashable, chunk: list[_Member], world_size: int) -> BucketPlan:
     placements = []
     end = 0
     for index, numel in chunk:
         placements.append(Placement(index, Span(end, end + numel)))
         end += _aligned(numel)
     shard = _shard_numel(-(-end // world_size))
-    return Bucket(key, shard * world_size, world_size, tuple(placements))
+    return BucketPlan(key, shard * world_size, world_size, tuple(placements))
 
 
-def _place_by_parameter(key: Hashable, chunk: list[_Member], world_size: int) -> Bucket:
+def _place_by_parameter(key: Hashable, chunk: list[_Member], world_size: int) -> BucketPlan:
     shards: list[list[_Member]] = [[] for _ in range(world_size)]
     filled = [0] * world_size
     for member in sorted(chunk, key=lambda m: (-m[1], m[0])):
@@ -187,4 +187,4 @@ def _place_by_parameter(key: Hashable, chunk: list[_Member], world_size: int) ->
         for index, numel in members:
             placements.append(Placement(index, Span(end, end + numel)))
             end += _aligned(numel)
-    return Bucket(key, shard_numel * world_size, world_size, tuple(placements))
+    return BucketPlan(key, shard_numel * world_size, world_size, tuple(placements))

@@ -21,7 +21,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from fusedopt.sharding.dcp_pieces import CheckpointPiece, Region, extract, from_checkpoint, region_in, to_checkpoint
+from fusedopt.sharding.checkpoint_parts import (
+    CheckpointPart,
+    Region,
+    extract,
+    from_checkpoint,
+    region_in,
+    to_checkpoint,
+)
 from fusedopt.sharding.dtensor import is_dtensor, like, local_of
 from fusedopt.sharding.layout import Span
 
@@ -87,12 +94,12 @@ def labelled(value: Any) -> tuple[Span, Tensor] | None:
 def wrap(value: Any, param: Tensor, cut: Cut) -> Any:
     """Return state as ``torch.distributed.checkpoint`` takes it; shares memory with ``value``.
 
-    Every slice becomes a `CheckpointPiece`, and what has the shape of a DTensor's local part a DTensor.
+    Every slice becomes a `CheckpointPart`, and what has the shape of a DTensor's local part a DTensor.
     """
 
     def act(tensor: Tensor) -> Tensor:
         if cut.is_slice(tensor):
-            return piece(tensor, cut)
+            return checkpoint_part(tensor, cut)
         if not is_placed or tuple(tensor.shape) != cut.shape:
             return tensor
         # A storage object of its own: torch 2.13 cannot deepcopy two DTensors that share one, as main_params do.
@@ -102,7 +109,7 @@ def wrap(value: Any, param: Tensor, cut: Cut) -> Any:
     return _each(value, act) if is_placed or cut.is_partial else value
 
 
-def piece(tensor: Tensor, cut: Cut) -> CheckpointPiece:
+def checkpoint_part(tensor: Tensor, cut: Cut) -> CheckpointPart:
     """Return a slice, or what stands for one on a rank that has none, as ``torch.distributed.checkpoint`` takes it."""
     return to_checkpoint(tensor, cut.shape, cut.strides, cut.span, cut.region)
 
@@ -125,7 +132,7 @@ def take(value: Any, cut: Cut) -> Any:
                 f"a part of it was saved, elements {found[0].start}:{found[0].end}, and this rank has {here}. {REMEDY}"
             )
         return found[1]
-    if isinstance(value, CheckpointPiece):
+    if isinstance(value, CheckpointPart):
         return from_checkpoint(value, cut.shape, cut.strides, cut.span, cut.region)
     if isinstance(value, Tensor):
         if cut.region is not None and value.shape == cut.region[0]:

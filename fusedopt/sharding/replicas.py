@@ -82,11 +82,11 @@ def check_same(comm: DataParallelGroup, named: Sequence[tuple[str, Tensor]], set
                         "process_group=...; a mesh dimension of size 1 where there are none"
                     )
                 raise RuntimeError(
-                    f"rank {rank} has {_say(ours)} where rank 0 has {_say(theirs)}; build the same model on all ranks, "
-                    "with the same parameters frozen"
+                    f"rank {rank} has {_describe(ours)} where rank 0 has {_describe(theirs)}; build the same model on "
+                    "all ranks, with the same parameters frozen"
                 )
 
 
-def _say(described: tuple[str, tuple[int, ...], str, bool, str]) -> str:
+def _describe(described: tuple[str, tuple[int, ...], str, bool, str]) -> str:
     name, shape, dtype, requires_grad, _ = described
     return f"{name} ({dtype}, {shape}{'' if requires_grad else ', frozen'})"

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from fusedopt.inner.plain import find_objects
+from fusedopt.sharding.checkpoint_parts import assemble_
 from fusedopt.sharding.comm import DataParallelGroup
-from fusedopt.sharding.dcp_pieces import assemble_
 from fusedopt.sharding.layout import Span
 from fusedopt.sharding.local_state import Cut, labelled
 
@@ -31,7 +31,7 @@ _Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class _Ticket:
+class _TensorInfo:
     """One tensor of one rank: a slice of what is whole nowhere, or whole where ``span`` is None."""
 
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class _Sealed:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What one rank sends: for every key of its state the same nested containers, with tickets for tensors."""
+    """What one rank tells of its state: the same nested containers, with a `_TensorInfo` in place of each tensor."""
 
     rank: int
     shard_rank: int
@@ -91,8 +91,8 @@ def consolidate(
         senders.setdefault(offer.shard_rank, offer)
     keys = {key: None for offer in offers for key in offer.state}
     plans = {key: _Plan(key, [o for o in senders.values() if key in o.state], cut) for key in sorted(keys, key=_order)}
-    mail = _Mail(comm, state, to)
-    whole = {key: plan.carry_out(mail) for key, plan in plans.items()}
+    transfer = _Transfer(comm, state, to)
+    whole = {key: plan.carry_out(transfer) for key, plan in plans.items()}
     return whole if comm.rank == to else None
 
 
@@ -131,9 +131,9 @@ def _order(key: Any) -> tuple[bool, Any]:
 def _describe(value: Any) -> Any:
     found = labelled(value)
     if found is not None:
-        return _Ticket(tuple(found[1].shape), found[1].dtype, found[0])
+        return _TensorInfo(tuple(found[1].shape), found[1].dtype, found[0])
     if isinstance(value, Tensor):
-        return _Ticket(tuple(value.shape), value.dtype)
+        return _TensorInfo(tuple(value.shape), value.dtype)
     if type(value) in (dict, OrderedDict):
         return {key: _describe(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -141,12 +141,12 @@ def _describe(value: Any) -> Any:
     return _Sealed.of(value) if any(find_objects(value, "")) else value
 
 
-def _tickets(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, _Ticket]]:
-    if isinstance(value, _Ticket):
+def _infos_in(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, _TensorInfo]]:
+    if isinstance(value, _TensorInfo):
         yield path, value
     elif isinstance(value, (dict, list, tuple)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _tickets(item, (*path, key))
+            yield from _infos_in(item, (*path, key))
 
 
 def _at(value: Any, path: _Path) -> Any:
@@ -167,56 +167,54 @@ class _Plan:
     def __init__(self, key: Any, offers: list[_Offer], cut: Callable[[int], Cut]) -> None:
         self._key = key
         self._cut = cut
-        self._tickets = {offer.rank: dict(_tickets(offer.state[key])) for offer in offers}
+        self._infos = {offer.rank: dict(_infos_in(offer.state[key])) for offer in offers}
         # The rank with most elements decides what is a slice: in a part of one element everything looks like one.
-        sizes = {
-            offer.rank: sum(t.span.numel for t in self._tickets[offer.rank].values() if t.span) for offer in offers
-        }
+        sizes = {offer.rank: sum(t.span.numel for t in self._infos[offer.rank].values() if t.span) for offer in offers}
         self._leader = max(offers, key=lambda offer: sizes[offer.rank])
-        for path, ticket in self._tickets[self._leader.rank].items():
-            if ticket.span is not None:
-                self._check(path, ticket)
+        for path, info in self._infos[self._leader.rank].items():
+            if info.span is not None:
+                self._check(path, info)
 
-    def _check(self, path: _Path, ticket: _Ticket) -> None:
-        found = {rank: tickets.get(path) for rank, tickets in self._tickets.items()}
+    def _check(self, path: _Path, info: _TensorInfo) -> None:
+        found = {rank: infos.get(path) for rank, infos in self._infos.items()}
         spans = sorted((t.span.start, t.span.end) for t in found.values() if t is not None and t.span is not None)
         ends = [0, *(end for _, end in spans)]
         numel = math.prod(self._cut(self._key).shape)
         covers = [start for start, _ in spans] == ends[:-1] and ends[-1] == numel
-        if not covers or any(t is None or t.dtype is not ticket.dtype for t in found.values()):
+        if not covers or any(t is None or t.dtype is not info.dtype for t in found.values()):
             raise RuntimeError(
                 f"consolidate_state_dict: {path} of parameter number {self._key} is {found} on ranks {list(found)}; "
                 "needed are parts of one tensor. Make the same steps on all ranks, and load state on all of them"
             )
 
-    def carry_out(self, mail: _Mail) -> Any:
-        return self._fill(self._leader.state[self._key], (), mail)
+    def carry_out(self, transfer: _Transfer) -> Any:
+        return self._fill(self._leader.state[self._key], (), transfer)
 
-    def _fill(self, value: Any, path: _Path, mail: _Mail) -> Any:
-        if isinstance(value, _Ticket):
-            return self._fetch(value, path, mail)
+    def _fill(self, value: Any, path: _Path, transfer: _Transfer) -> Any:
+        if isinstance(value, _TensorInfo):
+            return self._fetch(value, path, transfer)
         if isinstance(value, dict):
-            return {key: self._fill(item, (*path, key), mail) for key, item in value.items()}
+            return {key: self._fill(item, (*path, key), transfer) for key, item in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(self._fill(item, (*path, i), mail) for i, item in enumerate(value))
+            return type(value)(self._fill(item, (*path, i), transfer) for i, item in enumerate(value))
         return value.open() if isinstance(value, _Sealed) else value
 
-    def _fetch(self, ticket: _Ticket, path: _Path, mail: _Mail) -> Tensor | None:
+    def _fetch(self, info: _TensorInfo, path: _Path, transfer: _Transfer) -> Tensor | None:
         where = (self._key, *path)
-        if ticket.span is None:
-            return mail.deliver(where, self._leader.rank, ticket)
+        if info.span is None:
+            return transfer.fetch(where, self._leader.rank, info)
         cut = self._cut(self._key)
         # Contiguous, whatever the parameter is: torch's broadcast_from_rank0 mixes up elements of other strides.
-        whole = torch.empty(cut.shape, dtype=ticket.dtype) if mail.is_addressee else None
-        for rank, tickets in self._tickets.items():
-            piece = mail.deliver(where, rank, tickets[path])
-            if whole is not None and piece is not None:
-                span = tickets[path].span or Span(0, 0)
-                assemble_(whole, piece, cut.strides, span)
+        whole = torch.empty(cut.shape, dtype=info.dtype) if transfer.is_target else None
+        for rank, infos in self._infos.items():
+            part = transfer.fetch(where, rank, infos[path])
+            if whole is not None and part is not None:
+                span = infos[path].span or Span(0, 0)
+                assemble_(whole, part, cut.strides, span)
         return whole
 
 
-class _Mail:
+class _Transfer:
     """Carries tensors to one rank.
 
     Args:
@@ -229,14 +227,14 @@ class _Mail:
         self._comm = comm
         self._state = state
         self._to = to
-        self.is_addressee = comm.rank == to
+        self.is_target = comm.rank == to
 
-    def deliver(self, where: _Path, rank: int, ticket: _Ticket) -> Tensor | None:
+    def fetch(self, where: _Path, rank: int, info: _TensorInfo) -> Tensor | None:
         """Return, on the rank they are for, the tensor that ``rank`` has there; None on the others."""
         if self._comm.rank not in (rank, self._to):
             return None
         if self._comm.rank != rank:
-            tensor = torch.empty(ticket.shape, dtype=ticket.dtype)
+            tensor = torch.empty(info.shape, dtype=info.dtype)
             if tensor.numel():
                 self._comm.receive_bytes(tensor.view(-1).view(torch.uint8), rank)
             return tensor

@@ -16,8 +16,8 @@ from fusedopt.buffers.flat import Buffers
 from fusedopt.inner.optimizers import Group, InnerOptimizers
 from fusedopt.inner.plain import copy_for_hooks
 from fusedopt.registration import Registration
+from fusedopt.sharding.checkpoint_parts import checkpoint_wants, loaded_empty_group
 from fusedopt.sharding.comm import DataParallelGroup
-from fusedopt.sharding.dcp_pieces import checkpoint_wants, loaded_empty_group
 from fusedopt.state.consolidation import check_alike, consolidate
 from fusedopt.state.state_dicts import StateDicts
 

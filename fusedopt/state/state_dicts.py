@@ -348,10 +348,10 @@ class StateDicts:
         differ = (i for i, (have, want) in enumerate(zip(spans, needed, strict=True)) if have != want)
         index = next(differ, 0 if self._part is None else None)
         if index is not None:
-            here = f"part {self._part}, {_say(needed[index])}" if self._part is not None else "the whole"
+            here = f"part {self._part}, {_describe(needed[index])}" if self._part is not None else "the whole"
             raise ValueError(
                 f"the state dict is part {saved_as} of a sharded optimizer's state and does not fit: of parameter "
-                f"{self._name(index)} it has {_say(spans[index])}; needed here is {here}. {REMEDY}"
+                f"{self._name(index)} it has {_describe(spans[index])}; needed here is {here}. {REMEDY}"
             )
 
     def _check_param(self, index: int, saved: Mapping[str, Any], *, is_ours: bool, is_part: bool) -> Mapping[str, Any]:
@@ -422,5 +422,5 @@ class StateDicts:
         return {"state": {**state, **others}, "param_groups": groups}
 
 
-def _say(span: Sequence[int] | None) -> str:
+def _describe(span: Sequence[int] | None) -> str:
     return "no elements" if span is None else f"elements {span[0]}:{span[1]}"

@@ -12,9 +12,9 @@ import torch
 
 from fusedopt.inner.copies import state_to_come
 from fusedopt.inner.optimizers import InnerOptimizers
-from fusedopt.sharding.dcp_pieces import checkpoint_wants
+from fusedopt.sharding.checkpoint_parts import checkpoint_wants
 from fusedopt.sharding.dtensor import is_dtensor
-from fusedopt.sharding.local_state import piece, wrap
+from fusedopt.sharding.local_state import checkpoint_part, wrap
 
 HAS_STATE = "has_state"
 """Beside a parameter's state in torch's checkpoints: whether it had any."""
@@ -79,7 +79,7 @@ def checkpoint_state(inner: InnerOptimizers, param: Any, *, is_template: bool = 
         )
     if main is None:  # known by name on every rank: torch looks for the device of what it loads
         is_known = is_template or entry.bucket.main is not None
-        return {"main_param": piece(entry.bucket.grad_part[:0], cut)} if is_known else {}
+        return {"main_param": checkpoint_part(entry.bucket.grad_part[:0], cut)} if is_known else {}
     if not has_state:
         group = next(g for g in updater.param_groups if any(p is main for p in g["params"]))
         state = state_to_come(updater, group, main, name)

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fusedopt.backends import FusedStep
 from fusedopt.backends.offers import Adam as AdamRule
-from fusedopt.backends.offers import Rule, Spans
+from fusedopt.backends.offers import Rule, StepTensors
 from fusedopt.backends.offers import Sgd as SgdRule
 from fusedopt.buffers.bucket import Entry
 from fusedopt.buffers.flat import Buffers
@@ -45,8 +45,8 @@ def step_fused(
     plan = _plan(buffers, optimizer, is_on_device=found_inf is not None)
     if plan is None:
         return False
-    for fused, rule, entries, spans, steps in plan:
-        fused.run(rule, spans, grad_scale=grad_scale, found_inf=found_inf)
+    for fused, rule, entries, operands, steps in plan:
+        fused.run(rule, operands, grad_scale=grad_scale, found_inf=found_inf)
         if steps:
             torch._foreach_add_(steps, 1.0 if found_inf is None else 1.0 - found_inf)
         written += [entry for entry in entries if entry.is_rounded]
@@ -72,7 +72,7 @@ def _plan(buffers: Buffers, optimizer: Optimizer, *, is_on_device: bool) -> list
         for (fused, _, _), alike in by_kind.items():
             if rule is None or not _takes(fused, rule, is_on_device):
                 return None
-            made = spans_of(rule, alike, [optimizer.state.get(main, {}) for main in _mains(alike)])
+            made = operands_of(rule, alike, [optimizer.state.get(main, {}) for main in _mains(alike)])
             if made is None:
                 return None
             plan.append((fused, rule, alike, *made))
@@ -103,9 +103,9 @@ def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule | None:
     return None
 
 
-def spans_of(
+def operands_of(
     rule: Rule, entries: Sequence[Entry], states: Sequence[dict[str, Any]]
-) -> tuple[Spans, list[Tensor]] | None:
+) -> tuple[StepTensors, list[Tensor]] | None:
     """Return the flat memory of ``entries`` and the step counts to advance; None unless all of it is there, and dense.
 
     Args:
@@ -128,7 +128,7 @@ def spans_of(
     models = others.pop() if entries[0].is_rounded else None
     steps: list[Tensor] = [state["step"] for state in states] if is_adam else []
     next_steps = torch._foreach_add(steps, 1.0) if steps else [torch.ones(()) for _ in entries]
-    return Spans(grads, mains, others, models, list(next_steps)), steps
+    return StepTensors(grads, mains, others, models, list(next_steps)), steps
 
 
 def _are_alike(tensors: Sequence[Any]) -> bool:

@@ -563,7 +563,7 @@ def consolidations(rank, references):
     optimizer.param_groups[0]["lr"] = 0.125
     before = frozen(optimizer.state_dict())
     get = get_optimizer_state_dict(net, optimizer)
-    assert any(type(value).__name__ == "CheckpointPiece" for state in get["state"].values() for value in state.values())
+    assert any(type(value).__name__ == "CheckpointPart" for state in get["state"].values() for value in state.values())
     assert frozen(optimizer.state_dict()) == before
     for event in ("step", "load", "weights"):
         optimizer.consolidate_state_dict(to=1)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fusedopt.sharding.dcp_pieces import checkpoint_wants, extract, from_checkpoint, to_checkpoint
+from fusedopt.sharding.checkpoint_parts import checkpoint_wants, extract, from_checkpoint, to_checkpoint
 from fusedopt.sharding.layout import Span
 
 SHAPED = ("main_param", "exp_avg")

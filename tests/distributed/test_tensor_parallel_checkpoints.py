@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import fusedopt
-from fusedopt.sharding.dcp_pieces import CheckpointPiece
+from fusedopt.sharding.checkpoint_parts import CheckpointPart
 from tests.distributed.launcher import run
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -126,7 +126,7 @@ def save(rank, cases, tensor_parallel, folder):
         found = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}
         pieces += [value for of in found["optim"]["state"].values() for value in of.values()]
         dcp.save(found, checkpoint_id=folder / f"{number}")
-    pieces = [piece for piece in pieces if isinstance(piece, CheckpointPiece) and piece._piece.numel()]
+    pieces = [piece for piece in pieces if isinstance(piece, CheckpointPart) and piece._part.numel()]
     return [sum(any(piece._begin) for piece in pieces), sum(not any(piece._begin) for piece in pieces)]
 
 

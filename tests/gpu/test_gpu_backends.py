@@ -7,7 +7,7 @@ import torch
 
 from fusedopt import backends
 from fusedopt.backends import torch_ops
-from fusedopt.backends.offers import Adam, Spans
+from fusedopt.backends.offers import Adam, StepTensors
 from fusedopt.sharding.layout import ROW_NUMEL
 
 U32 = 2.0**-24
@@ -106,21 +106,21 @@ def test_scale_and_cast_round_as_torch_does(backend, device, dtype, factor):
 
 
 def adam_case(device, dtype):
-    """Return spans of three parameters in mid-training, and torch's own optimizer on fp64 copies of them."""
+    """Return operands of three parameters in mid-training, and torch's own optimizer on fp64 copies of them."""
     numels = (ROW_NUMEL, 77, 5000)
     mains, grads = ([torch.randn(n, device=device) for n in numels] for _ in range(2))
     exp_avgs = [torch.randn(n, device=device) * 0.1 for n in numels]
     exp_avg_sqs = [torch.rand(n, device=device) for n in numels]
     models = [main.to(dtype) for main in mains]
     steps = [torch.tensor(5.0, device=device) for _ in numels]
-    spans = Spans(grads, mains, [exp_avgs, exp_avg_sqs], None if dtype is torch.float32 else models, steps)
+    operands = StepTensors(grads, mains, [exp_avgs, exp_avg_sqs], None if dtype is torch.float32 else models, steps)
     params = [torch.nn.Parameter(main.double()) for main in mains]
     exact = torch.optim.AdamW(params, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1, foreach=False)
     for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
         param.grad = grad.double()
         state = {"step": torch.tensor(4.0), "exp_avg": exp_avg.double(), "exp_avg_sq": exp_avg_sq.double()}
         exact.state[param] = state
-    return spans, exact, params
+    return operands, exact, params
 
 
 RULE = Adam(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, is_decoupled=True)
@@ -130,40 +130,40 @@ RULE = Adam(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, is_decou
 def test_a_fused_step_is_one_of_adamw_and_rounds_the_model(backend, device, dtype):
     if backend.fused_step_ is None or not backend.fused_step_.takes(RULE):
         pytest.skip("this backend leaves the step to the inner optimizer")
-    spans, exact, params = adam_case(device, dtype)
+    operands, exact, params = adam_case(device, dtype)
     exact.step()
-    backend.fused_step_.run(RULE, spans)
+    backend.fused_step_.run(RULE, operands)
     for index, param in enumerate(params):
         state = exact.state[param]
-        found = [spans.mains[index], *(tensors[index] for tensors in spans.states)]
+        found = [operands.mains[index], *(tensors[index] for tensors in operands.states)]
         for tensor, reference in zip(found, (param.detach(), state["exp_avg"], state["exp_avg_sq"]), strict=True):
             assert tensor.isfinite().all()
             # A dozen roundings, of values no larger than the weight, its update (a few lr) and the moments.
             bound = 16 * U32 * (reference.abs() + 10 * RULE.lr + (tensor is not found[0]) * 5)
             assert ((tensor.double() - reference).abs() <= bound).all()
-        if spans.models is not None:
-            assert torch.equal(spans.models[index], spans.mains[index].to(dtype))
+        if operands.models is not None:
+            assert torch.equal(operands.models[index], operands.mains[index].to(dtype))
 
 
 def test_a_fused_step_divides_by_grad_scale_and_leaves_all_alone_on_found_inf(backend, device):
     fused = backend.fused_step_
     if fused is None or not fused.takes_found_inf:
         pytest.skip("this backend leaves scaled steps to the inner optimizer")
-    spans, _, _ = adam_case(device, torch.bfloat16)
-    written = [*spans.mains, *spans.models, *(t for tensors in spans.states for t in tensors)]
+    operands, _, _ = adam_case(device, torch.bfloat16)
+    written = [*operands.mains, *operands.models, *(t for tensors in operands.states for t in tensors)]
     before = [tensor.clone() for tensor in written]
     scale, flag = torch.tensor(4.0, device=device), torch.ones((), device=device)
-    fused.run(RULE, spans, grad_scale=scale, found_inf=flag)
+    fused.run(RULE, operands, grad_scale=scale, found_inf=flag)
     assert all(torch.equal(a, b) for a, b in zip(written, before, strict=True))
-    fused.run(RULE, spans, grad_scale=scale, found_inf=flag * 0)
+    fused.run(RULE, operands, grad_scale=scale, found_inf=flag * 0)
     scaled = [tensor.clone() for tensor in written]
     for tensor, value in zip(written, before, strict=True):
         tensor.copy_(value)
-    for grad in spans.grads:
+    for grad in operands.grads:
         grad.div_(4.0)  # a power of two: exact
-    fused.run(RULE, spans)
+    fused.run(RULE, operands)
     assert all(torch.equal(a, b) for a, b in zip(written, scaled, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(spans.mains, before, strict=False))
+    assert not any(torch.equal(a, b) for a, b in zip(operands.mains, before, strict=False))
 
 
 # -- size

@@ -22,7 +22,7 @@ from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
 from fusedopt.backends import apex_ops, lists, te_ops, torch_ops
-from fusedopt.backends.offers import FUNCTIONS, Absent, Sgd, Spans, load, version_of
+from fusedopt.backends.offers import FUNCTIONS, Absent, Sgd, StepTensors, load, version_of
 from fusedopt.backends.selfcheck import fault
 
 ADAPTERS = {"apex": (apex_ops, apex_installed), "te": (te_ops, te_installed)}
@@ -104,7 +104,12 @@ def test_functions_have_the_signatures_of_the_reference(library):
         assert [(p.name, p.kind, p.default) for p in ours.parameters.values()] == [
             (p.name, p.kind, p.default) for p in theirs.parameters.values()
         ]
-    assert list(inspect.signature(functions["fused_step_"]).parameters) == ["rule", "spans", "grad_scale", "found_inf"]
+    assert list(inspect.signature(functions["fused_step_"]).parameters) == [
+        "rule",
+        "operands",
+        "grad_scale",
+        "found_inf",
+    ]
 
 
 def test_rules_that_the_kernels_know_are_taken(library):
@@ -442,10 +447,10 @@ def test_a_factor_on_the_host_is_passed_as_a_number_where_the_tensors_are_elsewh
 
 
 def step(module, rule, models, steps=(3, 3)):
-    """Make a step on the double that is installed; return the spans."""
-    spans = make_spans((8, 4), rule, models, CPU, steps)
-    module.offer().functions["fused_step_"](rule, spans)
-    return spans
+    """Make a step on the double that is installed; return the operands."""
+    operands = make_spans((8, 4), rule, models, CPU, steps)
+    module.offer().functions["fused_step_"](rule, operands)
+    return operands
 
 
 def same(tensors, others):
@@ -455,15 +460,17 @@ def same(tensors, others):
 @pytest.mark.parametrize("models", [None, *adapter_cases.LOW], ids=str)
 def test_adam_gets_its_lists_and_numbers_in_order(models):
     with apex_installed() as calls:
-        spans = step(apex_ops, ADAMW, models)
+        operands = step(apex_ops, ADAMW, models)
     (call,) = functions_of(calls, "multi_tensor_adam")
-    for passed, meant in zip(call.lists, [spans.grads, spans.mains, *spans.states], strict=True):
+    for passed, meant in zip(call.lists, [operands.grads, operands.mains, *operands.states], strict=True):
         assert same(passed, meant)
     assert call.arguments == (0.01, 0.9, 0.999, 1e-8, 3, 1, 1, 0.1)
     with te_installed() as calls:
-        spans = step(te_ops, ADAM, models)
+        operands = step(te_ops, ADAM, models)
     (call,) = functions_of(calls, "multi_tensor_adam")
-    columns = [spans.grads, spans.models or spans.mains, *spans.states] + ([spans.mains] if models else [])
+    columns = [operands.grads, operands.models or operands.mains, *operands.states] + (
+        [operands.mains] if models else []
+    )
     for passed, meant in zip(call.lists, columns, strict=True):
         assert same(passed, meant)
     assert call.arguments == (0.01, 0.8, 0.99, 1e-6, 3, 0, 1, 0.1)
@@ -473,10 +480,10 @@ def test_adam_gets_its_lists_and_numbers_in_order(models):
 def test_sgd_gets_its_lists_and_numbers_in_order(models):
     for name, (module, install) in ADAPTERS.items():
         with install() as calls:
-            spans = step(module, NESTEROV, models)
+            operands = step(module, NESTEROV, models)
         (call,) = functions_of(calls, "multi_tensor_sgd")
-        columns = [spans.grads, spans.mains, *spans.states]
-        columns += [spans.models] if name == "te" and models is torch.float16 else []
+        columns = [operands.grads, operands.mains, *operands.states]
+        columns += [operands.models] if name == "te" and models is torch.float16 else []
         for passed, meant in zip(call.lists, columns, strict=True):
             assert same(passed, meant)
         assert call.arguments == (0.01, 0.9, 0.0, 0.1, True, False, False, 1.0)
@@ -485,8 +492,8 @@ def test_sgd_gets_its_lists_and_numbers_in_order(models):
 
 def test_parameters_of_one_step_number_go_together(library):
     module, _, calls = library
-    spans = make_spans((8, 4, 2, 0, 6), ADAMW, torch.bfloat16, CPU, (1, 7, 1, 9, 7))
-    module.offer().functions["fused_step_"](ADAMW, spans)
+    operands = make_spans((8, 4, 2, 0, 6), ADAMW, torch.bfloat16, CPU, (1, 7, 1, 9, 7))
+    module.offer().functions["fused_step_"](ADAMW, operands)
     assert [(call.arguments[4], call.numels[0]) for call in functions_of(calls, "multi_tensor_adam")] == [
         (1, [8, 2]),
         (7, [4, 6]),
@@ -511,7 +518,7 @@ def test_tensors_beyond_int32_are_split_at_equal_places(library):
     calls.clear()
     columns = [[torch.empty(2**31 + 8, device="meta")] for _ in range(4)]
     models = [torch.empty(2**31 + 8, device="meta", dtype=torch.float16)]
-    functions["fused_step_"](ADAMW, Spans(columns[0], columns[1], columns[2:], models, [torch.tensor(1.0)]))
+    functions["fused_step_"](ADAMW, StepTensors(columns[0], columns[1], columns[2:], models, [torch.tensor(1.0)]))
     (call,) = functions_of(calls, "multi_tensor_adam")
     assert call.numels == [[2**30, 2**30, 8]] * len(call.lists)
 

@@ -199,7 +199,7 @@ def wrong(function):
             lambda flats: torch_ops.found_inf(flats[:1]),
         ],
         "scale_cast_": [truncates, ignores_factor],
-        "fused_step_": [lambda rule, spans, **k: None],
+        "fused_step_": [lambda rule, operands, **k: None],
     }[function]
 
 

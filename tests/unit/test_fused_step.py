@@ -13,14 +13,14 @@ from torch import nn
 
 from fusedopt import FusedMainGradOptimizer, backends
 from fusedopt.backends import offers
-from fusedopt.backends.offers import Adam, Offer, Sgd, Spans
+from fusedopt.backends.offers import Adam, Offer, Sgd, StepTensors
 from fusedopt.step.fused_step import rule_of
 
 NUM_STEPS = 4
 
 
 class Double:
-    """The steps of torch.optim.Adam, AdamW and SGD on `Spans`, in torch's own order; records its calls."""
+    """The steps of torch.optim.Adam, AdamW and SGD on `StepTensors`, in torch's own order; records its calls."""
 
     def __init__(self, takes_found_inf=True):
         self.calls = []
@@ -32,31 +32,36 @@ class Double:
     def offer(self):
         return Offer("0", {"fused_step_": self.fused_step_}, {})
 
-    def fused_step_(self, rule, spans, *, grad_scale=None, found_inf=None):
-        self.check(spans)
-        self.calls.append((rule, spans, grad_scale is not None, found_inf is not None))
+    def fused_step_(self, rule, operands, *, grad_scale=None, found_inf=None):
+        self.check(operands)
+        self.calls.append((rule, operands, grad_scale is not None, found_inf is not None))
         if found_inf is not None and bool(found_inf):
             return
-        for index, (grad, main) in enumerate(zip(spans.grads, spans.mains, strict=True)):
+        for index, (grad, main) in enumerate(zip(operands.grads, operands.mains, strict=True)):
             grad = grad if grad_scale is None else grad.div_(grad_scale)
-            state = [tensors[index] for tensors in spans.states]
-            adam(rule, grad, main, state, spans.steps[index]) if isinstance(rule, Adam) else sgd(
+            state = [tensors[index] for tensors in operands.states]
+            adam(rule, grad, main, state, operands.steps[index]) if isinstance(rule, Adam) else sgd(
                 rule, grad, main, state
             )
-            if spans.models is not None:
-                spans.models[index].data.copy_(main)  # as a kernel does: no version is bumped
+            if operands.models is not None:
+                operands.models[index].data.copy_(main)  # as a kernel does: no version is bumped
 
     @staticmethod
-    def check(spans):
-        everything = [*spans.grads, *spans.mains, *(t for tensors in spans.states for t in tensors)]
+    def check(operands):
+        everything = [*operands.grads, *operands.mains, *(t for tensors in operands.states for t in tensors)]
         assert {t.dtype for t in everything} <= {torch.float32}
         assert all(t.ndim == 1 and t.is_contiguous() and not t.requires_grad for t in everything)
-        lists = [spans.grads, spans.mains, *spans.states, *([] if spans.models is None else [spans.models])]
+        lists = [
+            operands.grads,
+            operands.mains,
+            *operands.states,
+            *([] if operands.models is None else [operands.models]),
+        ]
         for tensors in lists:
-            assert [t.numel() for t in tensors] == [t.numel() for t in spans.mains]
-        assert len(spans.steps) == len(spans.mains)
-        if spans.models is not None:
-            assert len({t.dtype for t in spans.models}) <= 1
+            assert [t.numel() for t in tensors] == [t.numel() for t in operands.mains]
+        assert len(operands.steps) == len(operands.mains)
+        if operands.models is not None:
+            assert len({t.dtype for t in operands.models}) <= 1
 
 
 def adam(rule, grad, main, state, step):
@@ -263,7 +268,7 @@ def test_whatever_the_backend_does_not_know_is_the_inner_optimizers_own_step(dou
 
 def test_a_float64_model_is_stepped_by_the_inner_optimizer(double):
     with pytest.raises(AssertionError):
-        double.check(Spans([torch.zeros(1, dtype=torch.float64)], [torch.zeros(1)], [], None, [torch.ones(())]))
+        double.check(StepTensors([torch.zeros(1, dtype=torch.float64)], [torch.zeros(1)], [], None, [torch.ones(())]))
     model = make_model(torch.float64)
     train(model, MAKERS["AdamW"], backend="triton")
     assert double.calls == []
@@ -350,7 +355,7 @@ def test_a_kernel_that_raises_has_advanced_no_step_count(double, monkeypatch):
     optimizer = train(model, MAKERS["AdamW"], steps=2, backend="triton")
     before = copy.deepcopy(everything(model, optimizer))
 
-    def fails(rule, spans, **kwargs):
+    def fails(rule, operands, **kwargs):
         raise RuntimeError("no kernel image is available")
 
     fused = optimizer._buffers.entries[0].bucket.backend.fused_step_

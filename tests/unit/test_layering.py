@@ -72,7 +72,7 @@ ADAPTERS = {"backends.triton_ops": "triton", "backends.apex_ops": "apex", "backe
 
 OPTIONAL_LIBRARIES = {"transformers", "accelerate", "yaml", "safetensors", "triton", "apex", "transformer_engine"}
 MAY_IMPORT_DISTRIBUTED = tuple(
-    f"sharding.{name}" for name in ("process_groups", "channel", "comm", "dtensor", "dcp_pieces")
+    f"sharding.{name}" for name in ("process_groups", "channel", "comm", "dtensor", "checkpoint_parts")
 )
 WITHOUT_TORCH = ("sharding.layout",)
 
@@ -248,7 +248,7 @@ DOCSTRING = '"""Docstring."""\n'
 @pytest.mark.parametrize(
     ("path", "source", "problem"),
     [
-        ("gradients/arrival.py", "from fusedopt.inner.listing import Group", "row of 'gradients' does not allow"),
+        ("gradients/arrival.py", "from fusedopt.inner.optimizers import Group", "row of 'gradients' does not allow"),
         ("buffers/flat.py", "from fusedopt.optimizer import FusedMainGradOptimizer", "row of 'buffers' does not"),
         ("buffers/flat.py", "import fusedopt.gradients.clip", "row of 'buffers' does not allow"),
         ("buffers/flat.py", "from fusedopt import gradients", "row of 'buffers' does not allow"),

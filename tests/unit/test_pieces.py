@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fusedopt.sharding.dcp_pieces import (
-    CheckpointPiece,
+from fusedopt.sharding.checkpoint_parts import (
+    CheckpointPart,
     assemble_,
     checkpoint_wants,
     extract,
@@ -174,7 +174,7 @@ def unwrap(wrapped, span=MIDDLE):
 )
 def test_a_wrapped_piece_survives_what_checkpointing_does_to_tensors(wrapped, copied):
     again = copied(wrapped)
-    assert isinstance(again, CheckpointPiece)
+    assert isinstance(again, CheckpointPart)
     assert unwrap(again).tolist() == list(range(2, 9))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedopt
-from fusedopt.backends.offers import FUNCTIONS, Adam, Sgd, Spans
+from fusedopt.backends.offers import FUNCTIONS, Adam, Sgd, StepTensors
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton (Linux only)")
 tl = triton.language
@@ -81,7 +81,7 @@ def guarded(numel, dtype):
 
 
 class Problem:
-    """Spans for an Adam step from random gradients and states; parameter i makes step 2 + 5 * i."""
+    """StepTensors for an Adam step from random gradients and states; parameter i makes step 2 + 5 * i."""
 
     def __init__(self, sizes=SIZES, dtype=torch.bfloat16, on_first_step=False):
         generator = torch.Generator().manual_seed(len(sizes))
@@ -93,8 +93,8 @@ class Problem:
         self.models = None if dtype is None else [m.to(dtype) for m in self.mains]
         self.steps = [torch.tensor(1.0 if on_first_step else 2.0 + 5 * i) for i in range(len(sizes))]
 
-    def spans(self):
-        return Spans(self.grads, self.mains, [self.exp_avgs, self.exp_avg_sqs], self.models, self.steps)
+    def operands(self):
+        return StepTensors(self.grads, self.mains, [self.exp_avgs, self.exp_avg_sqs], self.models, self.steps)
 
     def written(self):
         return [*self.mains, *self.exp_avgs, *self.exp_avg_sqs, *(self.models or [])]
@@ -269,8 +269,8 @@ def test_steps_have_the_bits_of_torch_but_for_its_square_root(
     for number in range(3):
         grads = [grad.roll(number) * 3.0**number for grad in problem.grads]
         reference_step(optimizer, parameters, grads)
-        spans = problem.spans()
-        ops.fused_step_(rule, Spans(grads, spans.mains, spans.states, spans.models, spans.steps))
+        operands = problem.operands()
+        ops.fused_step_(rule, StepTensors(grads, operands.mains, operands.states, operands.models, operands.steps))
         for i, parameter in enumerate(parameters):
             assert_same_bits(problem.mains[i], parameter.detach())
             assert_same_bits(problem.exp_avgs[i], optimizer.state[parameter]["exp_avg"])
@@ -288,7 +288,7 @@ def test_only_the_square_root_parts_a_step_from_torch_untouched(ops, both_contra
     optimizer, (parameter,) = problem.torch_optimizer(rule)
     before = parameter.detach().clone()
     reference_step(optimizer, [parameter], problem.grads)
-    ops.fused_step_(rule, problem.spans())
+    ops.fused_step_(rule, problem.operands())
     assert_same_bits(problem.exp_avgs[0], optimizer.state[parameter]["exp_avg"])
     assert_same_bits(problem.exp_avg_sqs[0], optimizer.state[parameter]["exp_avg_sq"])
     expected = parameter.detach()
@@ -337,7 +337,7 @@ def test_step_errs_by_no_more_than_its_roundings(ops, is_decoupled, betas):
     problem = Problem(sizes=(10_000,))
     problem.steps = [torch.tensor(3.0)]
     start = [tensors[0].clone() for tensors in (problem.grads, problem.mains, problem.exp_avgs, problem.exp_avg_sqs)]
-    ops.fused_step_(rule, problem.spans())
+    ops.fused_step_(rule, problem.operands())
     exact, bounds = float64_step(rule, *start, step=3)
     found = (problem.mains[0], problem.exp_avgs[0], problem.exp_avg_sqs[0])
     for one, other, bound in zip(found, exact, bounds, strict=True):
@@ -354,13 +354,13 @@ def test_grad_scale_divides_gradients_as_torch_does(ops, rule):
     divided.grads = [grad / scale for grad in divided.grads]
     reciprocal = [grad * (1 / scale) for grad in scaled.grads]
     assert any((one != other).any() for one, other in zip(reciprocal, divided.grads, strict=True))
-    ops.fused_step_(rule, scaled.spans(), grad_scale=scale)
-    ops.fused_step_(rule, divided.spans())
+    ops.fused_step_(rule, scaled.operands(), grad_scale=scale)
+    ops.fused_step_(rule, divided.operands())
     for one, other in zip(scaled.written(), divided.written(), strict=True):
         assert_same_bits(one, other)
     with_reciprocal = Problem()
     with_reciprocal.grads = reciprocal
-    ops.fused_step_(rule, with_reciprocal.spans())
+    ops.fused_step_(rule, with_reciprocal.operands())
     assert any(not torch.equal(a, b) for a, b in zip(with_reciprocal.written(), scaled.written(), strict=True))
 
 
@@ -370,15 +370,15 @@ def test_found_inf_leaves_every_bit_as_it_was(ops, dtype, found):
     problem = Problem(dtype=dtype)
     problem.grads[0].fill_(math.nan)
     before = [bits(tensor).clone() for tensor in problem.written()]
-    ops.fused_step_(ADAMW, problem.spans(), grad_scale=torch.tensor(2.0), found_inf=torch.tensor(found))
+    ops.fused_step_(ADAMW, problem.operands(), grad_scale=torch.tensor(2.0), found_inf=torch.tensor(found))
     assert all(torch.equal(bits(tensor), old) for tensor, old in zip(problem.written(), before, strict=True))
 
 
 def test_found_inf_of_zero_changes_nothing_about_the_step(ops):
     asked, plain = Problem(), Problem()
     before = [tensor.clone() for tensor in asked.written()]
-    ops.fused_step_(ADAMW, asked.spans(), found_inf=torch.tensor(0.0))
-    ops.fused_step_(ADAMW, plain.spans())
+    ops.fused_step_(ADAMW, asked.operands(), found_inf=torch.tensor(0.0))
+    ops.fused_step_(ADAMW, plain.operands())
     for one, other, old in zip(asked.written(), plain.written(), before, strict=True):
         assert_same_bits(one, other)
         assert one.numel() < 100 or not torch.equal(one, old)  # one element in bf16 may well stay
@@ -389,8 +389,8 @@ def test_model_parameters_are_the_rounded_main_params(ops, dtype):
     problem, without = Problem(dtype=dtype), Problem(dtype=None)
     for model in problem.models:
         model.fill_(7.0)
-    ops.fused_step_(ADAMW, problem.spans())
-    ops.fused_step_(ADAMW, without.spans())
+    ops.fused_step_(ADAMW, problem.operands())
+    ops.fused_step_(ADAMW, without.operands())
     for i, model in enumerate(problem.models):
         assert_same_bits(model, problem.mains[i].to(dtype))
         assert_same_bits(problem.mains[i], without.mains[i])
@@ -402,7 +402,7 @@ def test_gradients_are_divided_in_place_where_there_is_a_scale_and_else_not_writ
     problem = Problem()
     before = [grad.clone() for grad in problem.grads]
     scale = None if grad_scale is None else torch.tensor(grad_scale)
-    ops.fused_step_(rule, problem.spans(), grad_scale=scale, found_inf=torch.tensor(0.0))
+    ops.fused_step_(rule, problem.operands(), grad_scale=scale, found_inf=torch.tensor(0.0))
     for grad, old in zip(problem.grads, before, strict=True):
         assert_same_bits(grad, old if scale is None else old / scale)
 
@@ -410,7 +410,7 @@ def test_gradients_are_divided_in_place_where_there_is_a_scale_and_else_not_writ
 def test_found_inf_leaves_gradients_undivided(ops):
     problem = Problem()
     before = [grad.clone() for grad in problem.grads]
-    ops.fused_step_(ADAMW, problem.spans(), grad_scale=torch.tensor(3.0), found_inf=torch.tensor(1.0))
+    ops.fused_step_(ADAMW, problem.operands(), grad_scale=torch.tensor(3.0), found_inf=torch.tensor(1.0))
     assert all(map(torch.equal, problem.grads, before))
 
 
@@ -425,8 +425,8 @@ def test_step_writes_nothing_beside_its_spans(ops):
         setattr(problem, kind, [inner])
         guards += guard
     plain = Problem(sizes=(BLOCK + 1,))
-    ops.fused_step_(ADAMW, problem.spans())
-    ops.fused_step_(ADAMW, plain.spans())
+    ops.fused_step_(ADAMW, problem.operands())
+    ops.fused_step_(ADAMW, plain.operands())
     for one, other in zip(problem.written(), plain.written(), strict=True):
         assert_same_bits(one, other)
     assert all((guard == 7.0).all() for guard in guards)
@@ -435,8 +435,8 @@ def test_step_writes_nothing_beside_its_spans(ops):
 def test_nonfinite_gradients_make_nan_and_stay_where_they_are(ops):
     problem, clean = Problem(sizes=(100,)), Problem(sizes=(100,))
     problem.grads[0][3], problem.grads[0][5] = math.nan, math.inf
-    ops.fused_step_(ADAMW, problem.spans())
-    ops.fused_step_(ADAMW, clean.spans())
+    ops.fused_step_(ADAMW, problem.operands())
+    ops.fused_step_(ADAMW, clean.operands())
     others = torch.ones(100, dtype=torch.bool)
     others[[3, 5]] = False
     for one, other in zip(problem.written(), clean.written(), strict=True):
@@ -449,8 +449,8 @@ def test_kernels_get_floats_for_integer_hyper_parameters(ops, monkeypatch):
     launch, given = ops._launch, []
     monkeypatch.setattr(ops, "_launch", lambda *args, **constants: (given.extend(args), launch(*args, **constants)))
     whole, real = Problem(), Problem()
-    ops.fused_step_(Adam(1, 0, 0, 1, 0, is_decoupled=True), whole.spans())
-    ops.fused_step_(Adam(1.0, 0.0, 0.0, 1.0, 0.0, is_decoupled=True), real.spans())
+    ops.fused_step_(Adam(1, 0, 0, 1, 0, is_decoupled=True), whole.operands())
+    ops.fused_step_(Adam(1.0, 0.0, 0.0, 1.0, 0.0, is_decoupled=True), real.operands())
     assert any(type(argument) is float for argument in given)
     assert not any(isinstance(argument, int) for argument in given)
     for one, other in zip(whole.written(), real.written(), strict=True):
@@ -458,7 +458,7 @@ def test_kernels_get_floats_for_integer_hyper_parameters(ops, monkeypatch):
 
 
 def test_nothing_to_step_is_fine(ops):
-    ops.fused_step_(ADAMW, Spans([], [], [[], []], None, []))
+    ops.fused_step_(ADAMW, StepTensors([], [], [[], []], None, []))
     ops.scale_cast_([], [], torch.tensor(2.0))
 
 
@@ -469,7 +469,7 @@ def test_rules_that_are_taken(ops):
     assert not ops.takes(sgd)
     assert ops.TAKES_FOUND_INF
     with pytest.raises(TypeError, match="rule is Sgd"):
-        ops.fused_step_(sgd, Spans([], [], [[]], None, []))
+        ops.fused_step_(sgd, StepTensors([], [], [[]], None, []))
 
 
 @pytest.mark.parametrize(
@@ -489,7 +489,7 @@ def test_step_refuses_by_name(ops, kind, wrong, error, message):
     getattr(problem, kind)[1] = wrong
     first = [tensors[0].clone() for tensors in (problem.mains, problem.exp_avgs, problem.models)]
     with pytest.raises(error, match=message):
-        ops.fused_step_(ADAMW, problem.spans())
+        ops.fused_step_(ADAMW, problem.operands())
     for tensors, old in zip((problem.mains, problem.exp_avgs, problem.models), first, strict=True):
         assert_same_bits(tensors[0], old)  # refused before anything was written
 
@@ -499,7 +499,7 @@ def test_step_refuses_lists_of_other_lengths(ops, kind):
     problem = Problem()
     getattr(problem, kind).pop()
     with pytest.raises(ValueError, match="as many mains as grads"):
-        ops.fused_step_(ADAMW, problem.spans())
+        ops.fused_step_(ADAMW, problem.operands())
 
 
 # ---- both
@@ -523,7 +523,7 @@ READ = "_local_scalar_dense.default"  # what .item(), float() and bool() of a te
 def test_nothing_is_read_back_to_the_host(ops):
     problem = Problem(sizes=(100, 200))
     with Operations() as seen:
-        ops.fused_step_(ADAMW, problem.spans(), grad_scale=torch.tensor(2.0), found_inf=torch.tensor(0.0))
+        ops.fused_step_(ADAMW, problem.operands(), grad_scale=torch.tensor(2.0), found_inf=torch.tensor(0.0))
         ops.scale_cast_(problem.mains, problem.mains, torch.tensor(2.0))
     assert "stack.default" in seen.names
     assert READ not in seen.names
@@ -536,7 +536,7 @@ def test_written_tensors_count_as_changed_and_read_ones_do_not(ops):
     problem = Problem(sizes=(100, 200))
     written = [(tensor, tensor._version) for tensor in problem.written()]
     read = [(tensor, tensor._version) for tensor in (*problem.grads, *problem.steps)]
-    ops.fused_step_(ADAMW, problem.spans())
+    ops.fused_step_(ADAMW, problem.operands())
     assert all(tensor._version > old for tensor, old in written)
     assert all(tensor._version == old for tensor, old in read)
     source, target = torch.randn(5), torch.randn(5)
@@ -552,7 +552,7 @@ def test_a_cpu_tensor_without_the_interpreter_is_refused_by_name(ops, compiled_o
     with pytest.raises(RuntimeError, match="do not run on cpu"):
         compiled_ops.scale_cast_([torch.zeros(3)], [torch.zeros(3)])
     with pytest.raises(RuntimeError, match="do not run on cpu"):
-        compiled_ops.fused_step_(ADAMW, Problem().spans())
+        compiled_ops.fused_step_(ADAMW, Problem().operands())
 
 
 def test_offer_names_every_function(ops, monkeypatch):

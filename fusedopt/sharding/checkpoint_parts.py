@@ -3,7 +3,7 @@
     ... -> step -> write-back -> gather -> [checkpoint]
 
 Under a shard a rank owns a *span* of a parameter's elements in memory order. The
-*piece* is what it keeps of a tensor shaped like the parameter: 1-D, ``span.numel``
+*part* is what it keeps of a tensor shaped like the parameter: 1-D, ``span.numel``
 elements. In a checkpoint the same elements are a few N-D *rectangles* of the full
 shape, so that any other number of ranks, and a stock optimizer, can read them.
 
@@ -38,12 +38,12 @@ Region = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A block of a parameter-shaped tensor whose elements are consecutive in a piece.
+    """A block of a parameter-shaped tensor whose elements are consecutive in a part.
 
     Args:
         offsets: of its first element, one per dimension of the parameter.
         sizes: one per dimension of the parameter.
-        span: its elements, counted from the start of the piece.
+        span: its elements, counted from the start of the part.
     """
 
     offsets: tuple[int, ...]
@@ -125,28 +125,28 @@ def _boxes(shape: _Ints, start: int, end: int) -> Iterator[tuple[tuple[int, ...]
     yield from (((last, *offsets), (1, *sizes)) for offsets, sizes in _boxes(inner, 0, tail))
 
 
-def views(piece: Tensor, shape: _Ints, strides: _Ints, span: Span) -> list[Tensor]:
-    """Return views of ``piece`` (``[span.numel]``, contiguous), one per rectangle and of its sizes.
+def views(part: Tensor, shape: _Ints, strides: _Ints, span: Span) -> list[Tensor]:
+    """Return views of ``part`` (``[span.numel]``, contiguous), one per rectangle and of its sizes.
 
     Raises:
-        ValueError: if piece, span and parameter do not fit each other.
+        ValueError: if part, span and parameter do not fit each other.
     """
-    if piece.shape != (span.numel,) or not piece.is_contiguous():
+    if part.shape != (span.numel,) or not part.is_contiguous():
         raise ValueError(
-            f"a piece with shape {tuple(piece.shape)} and strides {piece.stride()} cannot hold span "
+            f"a part with shape {tuple(part.shape)} and strides {part.stride()} cannot hold span "
             f"[{span.start}, {span.end}); give a contiguous 1-D tensor of {span.numel} elements"
         )
     order = memory_order(shape, strides)
     return [
-        piece[block.span.start : block.span.end].view([block.sizes[dim] for dim in order]).permute(_inverse(order))
+        part[block.span.start : block.span.end].view([block.sizes[dim] for dim in order]).permute(_inverse(order))
         for block in rectangles(shape, strides, span)
     ]
 
 
-def _pairs(full: Tensor, piece: Tensor, strides: _Ints, span: Span) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views of the same elements of ``full`` and of ``piece``, block by block."""
-    parts = views(piece, full.shape, strides, span)
-    for block, view in zip(rectangles(full.shape, strides, span), parts, strict=True):
+def _pairs(full: Tensor, part: Tensor, strides: _Ints, span: Span) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views of the same elements of ``full`` and of ``part``, block by block."""
+    in_part = views(part, full.shape, strides, span)
+    for block, view in zip(rectangles(full.shape, strides, span), in_part, strict=True):
         yield region_in(full, block.offsets, block.sizes), view
 
 
@@ -157,7 +157,7 @@ def region_in(full: Tensor, begin: _Ints, shape: _Ints) -> Tensor:
 
 @torch.no_grad()
 def extract(full: Tensor, strides: _Ints, span: Span) -> Tensor:
-    """Copy the piece ``span`` out of a full tensor (the parameter's shape, any strides).
+    """Copy the part ``span`` out of a full tensor (the parameter's shape, any strides).
 
     Returns:
         ``[span.numel]``, the dtype and device of ``full``, memory of its own.
@@ -165,38 +165,38 @@ def extract(full: Tensor, strides: _Ints, span: Span) -> Tensor:
     Raises:
         ValueError: if the parameter is not dense or the span is not inside it.
     """
-    piece = full.new_empty(span.numel)
-    for part, view in _pairs(full, piece, strides, span):
-        view.copy_(part)
-    return piece
+    part = full.new_empty(span.numel)
+    for in_full, in_part in _pairs(full, part, strides, span):
+        in_part.copy_(in_full)
+    return part
 
 
 @torch.no_grad()
-def assemble_(full: Tensor, piece: Tensor, strides: _Ints, span: Span) -> None:
-    """Write a piece into its place in a full tensor; the other elements stay.
+def assemble_(full: Tensor, part: Tensor, strides: _Ints, span: Span) -> None:
+    """Write a part into its place in a full tensor; the other elements stay.
 
     Args:
         full: the parameter's shape, any strides. Written.
-        piece: ``[span.numel]``, contiguous; another dtype or device is converted. Read.
+        part: ``[span.numel]``, contiguous; another dtype or device is converted. Read.
         strides: of the parameter.
         span: elements in memory order.
 
     Raises:
-        ValueError: if piece, span and parameter do not fit each other.
+        ValueError: if part, span and parameter do not fit each other.
     """
-    for part, view in _pairs(full, piece, strides, span):
-        part.copy_(view)
+    for in_full, in_part in _pairs(full, part, strides, span):
+        in_full.copy_(in_part)
 
 
-class CheckpointPiece(Tensor):
-    """A piece that ``torch.distributed.checkpoint`` saves and loads as its part of the full tensor.
+class CheckpointPart(Tensor):
+    """A part that ``torch.distributed.checkpoint`` saves and loads as this rank's of the full tensor.
 
-    Has the full tensor's shape, holds this rank's elements only, and shares memory with the piece: loading
+    Has the full tensor's shape, holds this rank's elements only, and shares memory with the part: loading
     fills that in place. Survives copies between devices; arithmetic raises. Made by `to_checkpoint`.
     """
 
     # Ordinary attributes, in builtins: torch's staging for async_save rebuilds a subclass from its __dict__.
-    _piece: Tensor
+    _part: Tensor
     _local: tuple[int, ...]
     _strides: tuple[int, ...]
     _range: tuple[int, int]
@@ -204,40 +204,40 @@ class CheckpointPiece(Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[CheckpointPiece], piece: Tensor, shape: _Ints, strides: _Ints, span: Span, region: Region
-    ) -> CheckpointPiece:
+        cls: type[CheckpointPart], part: Tensor, shape: _Ints, strides: _Ints, span: Span, region: Region
+    ) -> CheckpointPart:
         """Make the outer shell; `to_checkpoint` has checked the arguments."""
-        shell: CheckpointPiece = Tensor._make_wrapper_subclass(cls, region[0], dtype=piece.dtype, device=piece.device)
+        shell: CheckpointPart = Tensor._make_wrapper_subclass(cls, region[0], dtype=part.dtype, device=part.device)
         return shell
 
-    def __init__(self, piece: Tensor, shape: _Ints, strides: _Ints, span: Span, region: Region) -> None:
+    def __init__(self, part: Tensor, shape: _Ints, strides: _Ints, span: Span, region: Region) -> None:
         super().__init__()
-        self._piece, self._local, self._begin = piece, tuple(shape), region[1]
+        self._part, self._local, self._begin = part, tuple(shape), region[1]
         self._strides, self._range = tuple(strides), (span.start, span.end)
 
-    def _arguments(self, piece: Tensor) -> tuple[Any, ...]:
-        return piece, self._local, self._strides, Span(*self._range), (tuple(self.shape), self._begin)
+    def _arguments(self, part: Tensor) -> tuple[Any, ...]:
+        return part, self._local, self._strides, Span(*self._range), (tuple(self.shape), self._begin)
 
-    def _with(self, piece: Tensor) -> CheckpointPiece:
-        return CheckpointPiece(*self._arguments(piece))
+    def _with(self, part: Tensor) -> CheckpointPart:
+        return CheckpointPart(*self._arguments(part))
 
     def _blocks(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Return offsets in the full tensor and a view of the piece, for every block."""
-        if self.numel() and not self._piece.numel():
+        """Return offsets in the full tensor and a view of the part, for every block."""
+        if self.numel() and not self._part.numel():
             return []
-        if self._piece.shape == self._local:
-            return [(self._begin, self._piece)]
+        if self._part.shape == self._local:
+            return [(self._begin, self._part)]
         span = Span(*self._range)
-        parts = views(self._piece, self._local, self._strides, span)
+        blocks = views(self._part, self._local, self._strides, span)
         found = rectangles(self._local, self._strides, span)
         begins = (tuple(map(sum, zip(block.offsets, self._begin, strict=True))) for block in found)
-        return list(zip(begins, parts, strict=True))
+        return list(zip(begins, blocks, strict=True))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> CheckpointPiece:
-        """Do to the piece what checkpointing does to tensors; refuse everything else.
+    ) -> CheckpointPart:
+        """Do to the part what checkpointing does to tensors; refuse everything else.
 
         Raises:
             RuntimeError: for any other operation, naming what to call instead.
@@ -249,7 +249,7 @@ class CheckpointPiece(Tensor):
                 "that form has no values of its own. Use optimizer.state_dict() for this rank's tensors, and "
                 "optimizer.consolidate_state_dict() before it for whole ones"
             )
-        return args[0]._with(act(args[0]._piece, *args[1:], **(kwargs or {})))
+        return args[0]._with(act(args[0]._part, *args[1:], **(kwargs or {})))
 
     # torch looks these three up by name: torch/distributed/_checkpointable.py.
 
@@ -257,7 +257,7 @@ class CheckpointPiece(Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        properties = TensorProperties.create_from_tensor(self._piece)
+        properties = TensorProperties.create_from_tensor(self._part)
         items = []
         for chunk in self.__create_chunk_list__():
             data = TensorWriteData(chunk=chunk, properties=properties, size=self.size())
@@ -267,51 +267,51 @@ class CheckpointPiece(Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [ChunkStorageMetadata(torch.Size(offsets), part.size()) for offsets, part in self._blocks()]
+        return [ChunkStorageMetadata(torch.Size(offsets), block.size()) for offsets, block in self._blocks()]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        for offsets, part in self._blocks():
+        for offsets, block in self._blocks():
             if index.offset is not None and tuple(index.offset) == offsets:
-                return part
+                return block
         raise ValueError(f"{index.fqn} has no block at offset {index.offset} on this rank: {self!r}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return CheckpointPiece, self._arguments(self._piece)
+        return CheckpointPart, self._arguments(self._part)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointPiece:
-        return self._with(self._piece.clone())
+    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointPart:
+        return self._with(self._part.clone())
 
     def __repr__(self) -> str:  # type: ignore[override]
         start, end = self._range
-        return f"CheckpointPiece(elements [{start}, {end}) of {tuple(self.shape)}, {self.dtype} on {self.device})"
+        return f"CheckpointPart(elements [{start}, {end}) of {tuple(self.shape)}, {self.dtype} on {self.device})"
 
 
-def _to(piece: Tensor, **kwargs: Any) -> Tensor:
-    return piece.to(copy=True, **{key: kwargs[key] for key in ("dtype", "device", "non_blocking") if kwargs.get(key)})
+def _to(part: Tensor, **kwargs: Any) -> Tensor:
+    return part.to(copy=True, **{key: kwargs[key] for key in ("dtype", "device", "non_blocking") if kwargs.get(key)})
 
 
-def _new_empty(piece: Tensor, _size: Any, **kwargs: Any) -> Tensor:
-    return torch.empty_like(piece, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+def _new_empty(part: Tensor, _size: Any, **kwargs: Any) -> Tensor:
+    return torch.empty_like(part, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
 
 
 _SUPPORTED: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.detach.default: Tensor.detach,
-    torch.ops.aten.clone.default: lambda piece, **_: piece.clone(),
+    torch.ops.aten.clone.default: lambda part, **_: part.clone(),
     torch.ops.aten._to_copy.default: _to,
     torch.ops.aten.new_empty.default: _new_empty,
 }
 
 
 def to_checkpoint(
-    piece: Tensor, shape: _Ints, strides: _Ints, span: Span | None, region: Region | None = None
-) -> CheckpointPiece:
-    """Wrap a piece so that ``torch.distributed.checkpoint`` saves and loads it as part of the full tensor.
+    part: Tensor, shape: _Ints, strides: _Ints, span: Span | None, region: Region | None = None
+) -> CheckpointPart:
+    """Wrap a part so that ``torch.distributed.checkpoint`` saves and loads it as part of the full tensor.
 
     Communicates nothing. Every rank of the group wraps its own; together the spans must cover the parameter
     (replicas may repeat them: torch writes equal blocks once).
 
     Args:
-        piece: ``[span.numel]``, contiguous; or, of a parameter owned whole, the parameter's shape; or, where
+        part: ``[span.numel]``, contiguous; or, of a parameter owned whole, the parameter's shape; or, where
             this rank owns nothing, any tensor without elements, for its dtype and device. Shared, not copied.
         shape: of the parameter.
         strides: of the parameter.
@@ -319,22 +319,22 @@ def to_checkpoint(
         region: of a DTensor.
 
     Raises:
-        ValueError: if piece, span and parameter do not fit each other.
+        ValueError: if part, span and parameter do not fit each other.
     """
     held = span or Span(0, 0)
-    if not _numel(shape) and not piece.numel():  # every rank writes it: without a writer its key is missing on load
-        piece = piece.view(tuple(shape))
-    elif piece.shape != tuple(shape) or held != Span(0, _numel(shape)):
-        piece = piece if held.numel else piece.reshape(-1)
-        views(piece, shape, strides, held)
+    if not _numel(shape) and not part.numel():  # every rank writes it: without a writer its key is missing on load
+        part = part.view(tuple(shape))
+    elif part.shape != tuple(shape) or held != Span(0, _numel(shape)):
+        part = part if held.numel else part.reshape(-1)
+        views(part, shape, strides, held)
     memory_order(shape, strides)
-    return CheckpointPiece(piece, shape, strides, held, region or (tuple(shape), (0,) * len(shape)))
+    return CheckpointPart(part, shape, strides, held, region or (tuple(shape), (0,) * len(shape)))
 
 
 def from_checkpoint(
     value: Tensor, shape: _Ints, strides: _Ints, span: Span | None, region: Region | None = None
 ) -> Tensor:
-    """Return the piece ``span`` of what a checkpoint, a state dict or a stock optimizer held.
+    """Return the part ``span`` of what a checkpoint, a state dict or a stock optimizer held.
 
     Args:
         value: what `to_checkpoint` made for this same span; or the full tensor, the parameter's shape, any strides.
@@ -344,7 +344,7 @@ def from_checkpoint(
         region: of a DTensor.
 
     Returns:
-        The wrapped piece itself (for a parameter owned whole in the shape it was wrapped with), or a new
+        The wrapped part itself (for a parameter owned whole in the shape it was wrapped with), or a new
         ``[span.numel]`` tensor cut out of a full one; no elements where the span is None.
 
     Raises:
@@ -357,7 +357,7 @@ def from_checkpoint(
             f"a tensor of shape {tuple(value.shape)} was loaded for a parameter of shape {whole}; load the "
             "checkpoint into the model and optimizer it was saved from"
         )
-    if not isinstance(value, CheckpointPiece):
+    if not isinstance(value, CheckpointPart):
         return extract(region_in(value, begin, shape), strides, needed)
     is_same = (Span(*value._range), value._begin, value._local) == (needed, begin, tuple(shape))
     is_same = is_same and memory_order(shape, value._strides) == memory_order(shape, strides)
@@ -367,7 +367,7 @@ def from_checkpoint(
             f"{value._strides} against {tuple(strides)}; load with {_CHECKPOINT} into what this optimizer's own "
             "get_optimizer_state_dict returned: it redistributes"
         )
-    return value._piece
+    return value._part
 
 
 def checkpoint_wants() -> str | None:
@@ -377,10 +377,10 @@ def checkpoint_wants() -> str | None:
     frames do, however many a user's own ``state_dict()`` puts in between.
 
     Returns:
-        None where it is not among the callers; ``"parts"`` where it is and takes `CheckpointPiece`; ``"template"``
+        None where it is not among the callers; ``"parts"`` where it is and takes `CheckpointPart`; ``"template"``
         where it takes that and itself puts whole tensors in the place of all it knows of
         (``StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)``); ``"whole"`` where it was called with
-        ``StateDictOptions(full_state_dict=True)`` and does not broadcast: it would hand pieces on as if they were
+        ``StateDictOptions(full_state_dict=True)`` and does not broadcast: it would hand parts on as if they were
         whole, or fail on keys that only some ranks have.
     """
     wants = None
