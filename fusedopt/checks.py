@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedopt import live_wrappers
+from fusedopt._torch_private import parameters_of
 from fusedopt.buffers.main_grad import MAIN_DTYPES
 from fusedopt.buffers.overlap import extent, has_overlap, have_common_elements
 from fusedopt.config import MainGradConfig
@@ -422,7 +423,7 @@ def _refuse_orphans(trainable: Sequence[tuple[str, Tensor]]) -> None:
     replacements: set[tuple[torch.Size, torch.dtype]] = set()
     for module in gc.get_objects():
         if issubclass(type(module), nn.Module):
-            params = [param for param in vars(module).get("_parameters", {}).values() if param is not None]
+            params = [param for param in parameters_of(module).values() if param is not None]
             held.update(id(param) for param in params)
             replacements.update((param.shape, param.dtype) for param in params if dtensor.is_dtensor(param))
     for name, param in plain:
@@ -451,7 +452,7 @@ def refuse_replaced(absent: Sequence[tuple[str, Tensor]]) -> None:
     for module in gc.get_objects():
         if not issubclass(type(module), nn.Module):
             continue
-        for name, param in vars(module).get("_parameters", {}).items():
+        for name, param in parameters_of(module).items():
             held.add(id(param))
             is_strange = isinstance(param, nn.Parameter) and param.is_leaf and not hasattr(param, "main_grad")
             if is_strange and param.grad is not None:

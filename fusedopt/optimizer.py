@@ -24,6 +24,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from fusedopt import backends, live_wrappers
+from fusedopt._torch_private import asking_scaler, is_profiling
 from fusedopt.buffers.bucket import Entry, Sharding
 from fusedopt.buffers.flat import Buffers
 from fusedopt.checks import (
@@ -45,7 +46,7 @@ from fusedopt.gradients.clip import Clip, Scaling, checked_norm
 from fusedopt.inner.copies import from_portable
 from fusedopt.inner.optimizers import Group, InnerOptimizers
 from fusedopt.inner.shard_probe import ShardBy
-from fusedopt.reduction.grad_scaler import Scalers, asking_scaler
+from fusedopt.reduction.grad_scaler import Scalers
 from fusedopt.reduction.reducer import Reducer
 from fusedopt.reduction.transport import Gather
 from fusedopt.registration import Registration
@@ -760,8 +761,7 @@ class FusedMainGradOptimizer(Optimizer):
 
 def _profiled(name: str) -> AbstractContextManager[Any]:
     """Let a profile show the body as ``name``; where there is none, torch's own function would cost 10 us."""
-    is_on = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)  # private to torch; another may have none
-    return torch.profiler.record_function(name) if is_on else contextlib.nullcontext()
+    return torch.profiler.record_function(name) if is_profiling() else contextlib.nullcontext()
 
 
 def _check_backend(backend: str, named: Iterable[tuple[str, Tensor]]) -> None:

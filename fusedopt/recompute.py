@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fusedopt._torch_private import submodules
+
 GRANULARITIES = ("full", "full_attn", "core_attn")
 
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
@@ -80,7 +82,7 @@ def _decoder_layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _attention_of(module: nn.Module) -> Any:
-    return module._modules.get("self_attn")
+    return submodules(module).get("self_attn")
 
 
 def _check(model: nn.Module, layers: list[tuple[str, Any]], granularity: str, skipped: set[int]) -> None:

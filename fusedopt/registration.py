@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
+from fusedopt._torch_private import disable_current_modes
 from fusedopt.buffers.bucket import Entry
 from fusedopt.buffers.flat import Buffers
 from fusedopt.checks import (
@@ -221,7 +221,7 @@ class Registration:
         The garbage collector calls this wherever it runs: while torch.compile traces over fake tensors, in inference
         mode. What those change about tensors is not meant for ours.
         """
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        with disable_current_modes(), torch.inference_mode(False), torch.no_grad():
             self._gather.finish()
             self.wiring.release()
             self._arrival.release()

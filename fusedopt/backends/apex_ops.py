@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedopt._torch_private import foreach_copy_
 from fusedopt.backends import lists
 from fusedopt.backends.lists import Launch
 from fusedopt.backends.offers import FUNCTIONS, Absent, Adam, Offer, Sgd, StepTensors, asking, load, version_of
@@ -172,4 +173,4 @@ def _fused_step_(
                 sgd(CHUNK_NUMEL, flag, launch.lists, *rates, rule.is_nesterov, False, False, 1.0)
     for launch in writes:
         models, mains = launch.lists
-        torch._foreach_copy_(models, mains)
+        foreach_copy_(models, mains)

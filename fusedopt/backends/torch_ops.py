@@ -14,6 +14,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fusedopt._torch_private import (
+    BFLOAT16_PROBES,
+    foreach_copy_,
+    foreach_div_,
+    foreach_mul,
+    foreach_mul_,
+    foreach_zero_,
+)
 from fusedopt.sharding.layout import ROW_NUMEL
 
 TILE_ROWS = 256
@@ -78,23 +86,23 @@ def scale_cast_(targets: Sequence[Tensor], sources: Sequence[Tensor], factor: Te
             written, read = ([tensors[i] for i in indices] for tensors in (targets, sources))
             scale = factor.to(device, dtype)
             if all(target is source for target, source in zip(written, read, strict=True)):
-                torch._foreach_mul_(written, scale)
+                foreach_mul_(written, scale)
             else:
-                torch._foreach_copy_(written, torch._foreach_mul(read, scale))
+                foreach_copy_(written, foreach_mul(read, scale))
     elif targets:
-        torch._foreach_copy_(list(targets), list(sources))
+        foreach_copy_(list(targets), list(sources))
 
 
 def divide_(tensors: Sequence[Tensor], divisor: int) -> None:
     """Divide each tensor by ``divisor``, in place: one rounding in the tensor's dtype."""
     if tensors:
-        torch._foreach_div_(list(tensors), float(divisor))
+        foreach_div_(list(tensors), float(divisor))
 
 
 def zero_(tensors: Sequence[Tensor]) -> None:
     """Fill each tensor with zeros."""
     if tensors:
-        torch._foreach_zero_(list(tensors))
+        foreach_zero_(list(tensors))
 
 
 def take_over_(main_param: Tensor, param: Tensor) -> None:
@@ -192,5 +200,4 @@ def _add_tiles(main_grad: Tensor, grad_output: Tensor, input: Tensor, *, accumul
 @functools.cache
 def multiplies_bfloat16() -> bool:
     """Return whether this CPU has bfloat16 instructions; without them torch takes ten times longer than for fp32."""
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private to torch 2.13; absent means no
-    return any(getattr(torch.cpu, probe, bool)() for probe in probes)
+    return any(getattr(torch.cpu, probe, bool)() for probe in BFLOAT16_PROBES)

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from fusedopt._torch_private import local_tensor
 from fusedopt.backends import torch_ops
 from fusedopt.buffers.main_grad import (
     MAIN_DTYPES,
@@ -363,7 +364,7 @@ class Slot:
 
     def local_of(self, tensor: Any) -> Tensor:
         """Return this rank's part of the parameter, or of its main_grad."""
-        return tensor._local_tensor if self.is_dtensor else tensor  # type: ignore[no-any-return]
+        return local_tensor(tensor) if self.is_dtensor else tensor
 
     def holds(self, param: Tensor) -> bool:
         """Return whether ``param`` and its main_grad still are what they were when wrapped."""

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
+from fusedopt._torch_private import ENGINE_RUN_BACKWARD, current_graph_task_id, queue_callback
 from fusedopt.sharding import dtensor
 
 MAIN_DTYPES = {
@@ -248,8 +248,8 @@ def claim_until_end(param: Tensor) -> bool:
     before = param.grad
     adding = AddingTo(param)
     main_grad, has_sum = adding.__enter__()
-    if before is not main_grad and torch._C._current_graph_task_id() >= 0:
-        Variable._execution_engine.queue_callback(_UntilEnd(adding))
+    if before is not main_grad and current_graph_task_id() >= 0:
+        queue_callback(_UntilEnd(adding))
     return has_sum
 
 
@@ -328,9 +328,8 @@ def watch_backwards() -> None:
     global _torchs_run_backward
     if _torchs_run_backward is None:
         # torch tells nobody that a backward begins; each of its entries calls this one function, by this name.
-        autograd: Any = torch.autograd
-        _torchs_run_backward = autograd._engine_run_backward
-        autograd._engine_run_backward = _run_backward
+        _torchs_run_backward = getattr(torch.autograd, ENGINE_RUN_BACKWARD)
+        setattr(torch.autograd, ENGINE_RUN_BACKWARD, _run_backward)
 
 
 def is_only_backward() -> bool:
@@ -359,7 +358,7 @@ def note_unguarded_write() -> None:
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
-    if torch._C._current_graph_task_id() >= 0:  # nested in one that is noted, perhaps of another thread
+    if current_graph_task_id() >= 0:  # nested in one that is noted, perhaps of another thread
         return _torchs_run_backward(*args, **kwargs)
     call = _own.call = _Backward()
     with backward_lock:

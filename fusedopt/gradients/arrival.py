@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fusedopt._torch_private import compiler_callbacks, current_graph_task_id, post_accumulate_grad_hooks
 from fusedopt.buffers.bucket import Entry, Slot
 from fusedopt.buffers.flat import Buffers
 from fusedopt.buffers.main_grad import (
@@ -122,7 +123,7 @@ def fold(context: HookContext, slot: Slot, param: Tensor) -> None:
         _refuse_unseen_write(slot, grad)
     if slot.is_dtensor:
         _place(slot, param, grad)
-    if grad.is_cuda or not context.may_wait or torch._C._current_graph_task_id() < 0:
+    if grad.is_cuda or not context.may_wait or current_graph_task_id() < 0:
         claim(param)
     else:
         with backward_lock:
@@ -213,7 +214,7 @@ class Arrival:
         # Users' hooks, also those registered before wrapping, see `.grad is main_grad`: ours runs first.
         # torch walks the plain dict order, which OrderedDict.move_to_end() does not change.
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        hooks = param._post_accumulate_grad_hooks
+        hooks = post_accumulate_grad_hooks(param)
         for key in [key for key in hooks if key != handle.id]:
             hooks[key] = hooks.pop(key)
         self._handles[id(param)] = handle
@@ -349,8 +350,7 @@ def watch_compiler(buffers: Buffers) -> None:
 
     Call it again now and then: ``torch._dynamo.reset()`` clears the callbacks.
     """
-    from torch._dynamo.callback import callback_handler as handler  # heavy; importing fusedopt must not pay for it
-
+    handler = compiler_callbacks()
     _live.add(buffers)
     if _take_off not in handler.start_callbacks:
         handler.register_start_callback(_take_off)

@@ -23,12 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad
 
+from fusedopt._torch_private import CLIP_FUNCTIONS, GET_TOTAL_NORM, clip_body
 from fusedopt.buffers.flat import Buffers
-
-_NAMES = ("clip_grad_norm_", "clip_grad_value_", "_get_total_norm", "_clip_grads_with_norm_")
-"""In `torch.nn.utils.clip_grad`; in `torch.nn.utils` without the first underscore."""
 
 _live: weakref.WeakSet[Buffers] = weakref.WeakSet()
 _watched: list[tuple[CellType, Any, Any]] = []
@@ -43,8 +40,8 @@ def watch(buffers: Buffers) -> None:
     weakref.finalize(buffers, _give_back).atexit = False
     if _watched:
         return
-    for name in _NAMES:
-        cell = _body_of(getattr(clip_grad, name, None))
+    for name in CLIP_FUNCTIONS:
+        cell = clip_body(name)
         if cell is None:
             warnings.warn(
                 f"torch {torch.__version__} has no torch.nn.utils.clip_grad.{name} that can be watched: under a shard "
@@ -73,12 +70,6 @@ def _give_back() -> None:
     _watched.clear()
 
 
-def _body_of(function: Any) -> CellType | None:
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    cell: CellType | None = function.__closure__[names.index("func")] if "func" in names else None
-    return cell
-
-
 def _watching(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     first = original.__code__.co_varnames[0]
 
@@ -105,7 +96,7 @@ def _refuse(name: str, tensors: Sequence[Any]) -> None:
     ids = {id(tensor) for tensor in tensors}
     for buffers in list(_live):
         found = [e for e in buffers.entries if id(e.param) in ids or id(e.slot.main_grad) in ids]
-        if not ids and name == "_get_total_norm":
+        if not ids and name == GET_TOTAL_NORM:
             # The gradients that are not None are none: they are ours, between a backward that took them and the step.
             found = [e for e in buffers.entries if e.slot.is_reduced]
         if not found:

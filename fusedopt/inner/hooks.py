@@ -18,6 +18,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from fusedopt._torch_private import GLOBAL_STEP_HOOKS, has_step_hooks
+
 
 class StepGuard:
     """A step hook of inner optimizers, which lets only the wrapper's own steps pass.
@@ -28,12 +30,7 @@ class StepGuard:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._is_open = False
-        self._handles = [
-            # Some classes never call torch's constructor, and have no hooks.
-            opt.register_step_pre_hook(self)
-            for opt in optimizers
-            if hasattr(opt, "_optimizer_step_pre_hooks")
-        ]
+        self._handles = [opt.register_step_pre_hook(self) for opt in optimizers if has_step_hooks(opt)]
         for opt in optimizers:
             vars(opt).setdefault("zero_grad", types.MethodType(self._zero_grad, opt))
 
@@ -108,10 +105,7 @@ class _Quiet(MutableMapping[Any, Any]):
         return len(self.registry)
 
 
-_QUIET = {
-    name: _Quiet(getattr(torch_optimizer, name))
-    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-}
+_QUIET = {name: _Quiet(getattr(torch_optimizer, name)) for name in GLOBAL_STEP_HOOKS}
 """By the name in torch's module, under which each step looks them up."""
 
 _lock = threading.Lock()

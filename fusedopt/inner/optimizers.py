@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from fusedopt._torch_private import STEP_SUPPORTS_AMP_SCALING
 from fusedopt.buffers.bucket import Entry
 from fusedopt.checks import hidden_optimizers
 from fusedopt.inner.hooks import StepGuard, global_step_hooks_muted
@@ -129,7 +130,7 @@ class InnerOptimizers:
     def takes_found_inf(self) -> bool:
         """Whether every inner optimizer unscales and skips on the device (torch's ``fused=True``)."""
         return all(
-            getattr(opt, "_step_supports_amp_scaling", False) and all(g.get("fused") for g in opt.param_groups)
+            getattr(opt, STEP_SUPPORTS_AMP_SCALING, False) and all(g.get("fused") for g in opt.param_groups)
             for opt in self.optimizers
         )
 

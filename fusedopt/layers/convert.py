@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from fusedopt._torch_private import parameters_of
 from fusedopt.layers.linear import FusedLinear
 
 Pattern = str | type[nn.Module]
@@ -147,7 +148,7 @@ def _why_not(layer: nn.Module) -> str | None:
         return f"is a {type(layer).__name__}, which has its own forward"
     if "forward" in vars(layer):
         return "has a forward of its own set on the instance"
-    weight = vars(layer)["_parameters"].get("weight")
+    weight = parameters_of(layer).get("weight")
     if not isinstance(weight, nn.Parameter):
         return "has a weight that is no Parameter (weight_norm, for one)"
     if not weight.requires_grad:

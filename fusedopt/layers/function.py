@@ -17,9 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.autograd.function import FunctionMeta
 
+from fusedopt._torch_private import (
+    FunctionMeta,
+    backward_hooks,
+    disable_dynamo,
+    mix_into_contexts,
+    will_engine_execute_node,
+)
 from fusedopt.backends import for_weight
 from fusedopt.backends.offers import LOW_PRECISION
 from fusedopt.buffers.main_grad import AddingTo, backward_lock, describe, has_main_grad, is_only_backward
@@ -48,13 +53,9 @@ class _RegisteredParameters:
 
 
 class _Meta(FunctionMeta):
-    _backward_cls: Any
-
     def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> None:
         super().__init__(name, bases, attributes)  # type: ignore[no-untyped-call]
-        stock = cls._backward_cls
-        if not issubclass(stock, _RegisteredParameters):
-            cls._backward_cls = type(stock.__name__, (_RegisteredParameters, stock), {})
+        mix_into_contexts(cls, _RegisteredParameters)
 
 
 class MainGradFunction(torch.autograd.Function, metaclass=_Meta):
@@ -68,7 +69,7 @@ class MainGradFunction(torch.autograd.Function, metaclass=_Meta):
     """
 
     @classmethod
-    @_disable_dynamo  # Dynamo fails on a context class of one's own; a graph break is always right
+    @disable_dynamo  # Dynamo fails on a context class of one's own; a graph break is always right
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         """Run ``forward`` and record ``backward``, as `torch.autograd.Function.apply`."""
         return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -196,7 +197,7 @@ def _destination(ctx: Any, weight: Tensor) -> Destination:
     if leaf is None:  # computed from a Parameter, or cast by custom_fwd: autograd carries it on
         return Destination.RETURN
     destination = destination_of(leaf, weight)
-    if destination is Destination.ACCUMULATE and weight._backward_hooks:  # a user's hook is to see the gradient
+    if destination is Destination.ACCUMULATE and backward_hooks(weight):  # a user's hook is to see the gradient
         return Destination.RETURN
     return destination
 
@@ -211,7 +212,7 @@ def destination_of(leaf: Any, weight: Tensor) -> Destination:
     if torch.is_grad_enabled():  # create_graph: the gradient's own graph counts, and arrival raises under backward()
         return Destination.RETURN
     try:
-        will_accumulate = torch._C._will_engine_execute_node(leaf)
+        will_accumulate = will_engine_execute_node(leaf)
     except RuntimeError:  # torch.autograd.grad(loss, [weight]), or a pipeline's backward in parts
         return Destination.RETURN
     if not will_accumulate:  # torch.autograd.grad(loss, [x]), or backward(inputs=[x])

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from fusedopt._torch_private import NO_DISPATCH_KEYS, ForceDispatchKeyGuard, are_functorch_transforms_active
 from fusedopt.backends import for_weight
 from fusedopt.buffers.main_grad import claim_until_end, has_main_grad, param_of_token
 from fusedopt.layers.function import Destination, MainGradFunction, destination_of
@@ -64,7 +65,7 @@ def _fuses(weight: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return weight.main_grad is not None  # type: ignore[attr-defined]
     # A Function without setup_context fails under these; both are F.linear's business.
-    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+    return not are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
 class _FusedLinear(MainGradFunction):
@@ -189,6 +190,5 @@ def _claim_for(token: Tensor, main_grad: Tensor) -> tuple[bool, bool]:
 
 def _accumulate_node(param: Tensor) -> Any:
     # Operators run below autograd: lift that for one view, whose history leads to the node.
-    nothing = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
-    with torch._C._ForceDispatchKeyGuard(nothing, nothing), torch.enable_grad():
+    with ForceDispatchKeyGuard(NO_DISPATCH_KEYS, NO_DISPATCH_KEYS), torch.enable_grad():
         return torch.autograd.graph.get_gradient_edge(param).node

@@ -16,8 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
-from torch.autograd import Variable
+from fusedopt._torch_private import COMPILED_AUTOGRAD, current_autograd_node, current_graph_task_id, queue_callback
 
 
 class Watched(Protocol):
@@ -40,7 +39,7 @@ class _End:
         self.watches: list[BackwardWatch] = []
 
     def __call__(self) -> None:
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         outwards = [fn for fn, _ in node.next_functions if fn is not None] if node is not None else []
         if outwards:  # a reentrant checkpoint's own task
             for watch in self.watches:
@@ -112,7 +111,7 @@ class BackwardWatch:
             self._has_ended = False
 
     def _arm(self, task: int) -> None:
-        dynamo = sys.modules.get("torch._dynamo.compiled_autograd")
+        dynamo = sys.modules.get(COMPILED_AUTOGRAD)
         if dynamo is not None and dynamo.compiled_autograd_enabled:
             raise RuntimeError(
                 "compiled autograd drops the callback at the end of backward, by which gradients are reduced over "
@@ -121,7 +120,7 @@ class BackwardWatch:
         end = _ends.get(task)
         if end is None:
             end = _ends[task] = _End()
-            Variable._execution_engine.queue_callback(end)
+            queue_callback(end)
         end.watches.append(self)
         self._end = weakref.ref(end)
 
@@ -142,7 +141,7 @@ class BackwardWatch:
         if self._hops:
             self._remove_hops()
             if not self.is_running:
-                self._arm(torch._C._current_graph_task_id())
+                self._arm(current_graph_task_id())
 
     def _remove_hops(self) -> None:
         for handle in self._hops:

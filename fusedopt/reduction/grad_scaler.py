@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.amp.grad_scaler import OptState
 
+from fusedopt._torch_private import OptState, scale_of, states_by_optimizer
 from fusedopt.buffers.bucket import Bucket
 from fusedopt.buffers.flat import Buffers
 from fusedopt.gradients.arrival import WindowLost
@@ -48,11 +48,11 @@ class Scalers:
 
     def _find(self) -> GradScaler | None:
         scaler = self._found() if self._found is not None else None
-        if scaler is not None and self._key in scaler._per_optimizer_states:
+        if scaler is not None and self._key in states_by_optimizer(scaler):
             return scaler
         # A scaler tells an optimizer nothing of itself before step(); there is one in a program, and it stays.
         for candidate in gc.get_objects():
-            if issubclass(type(candidate), GradScaler) and self._key in getattr(candidate, "_per_optimizer_states", ()):
+            if issubclass(type(candidate), GradScaler) and self._key in states_by_optimizer(candidate):
                 self._found = weakref.ref(candidate)
                 return candidate  # type: ignore[no-any-return]
         return None
@@ -91,7 +91,7 @@ class Scalers:
         """Return whether gradients are to be unscaled, where ``scaler`` is about to step; see `refuse_stock`."""
         self._found = weakref.ref(scaler)
         self.refuse_stock(scaler)
-        return _MARK not in scaler._per_optimizer_states[self._key]
+        return _MARK not in states_by_optimizer(scaler)[self._key]
 
     @contextlib.contextmanager
     def unscaling(self, found_inf: Callable[[], bool], *, is_step: bool = False) -> Iterator[None]:
@@ -106,12 +106,12 @@ class Scalers:
             is_step: the scaler is about to step; else only if the user called ``scaler.unscale_`` before.
         """
         scaler = self._unscaler(is_step=is_step)
-        if scaler is None or scaler._scale is None:
+        scale: Tensor | None = scale_of(scaler) if scaler is not None else None
+        if scaler is None or scale is None:
             yield
             return
-        scale: Tensor = scaler._scale
         inverse = scale.double().reciprocal().float()
-        state = scaler._per_optimizer_states[self._key]
+        state = states_by_optimizer(scaler)[self._key]
         was_unscaled = state["stage"] is OptState.UNSCALED
         if was_unscaled:
             self._scale_grads_(scale)
@@ -145,17 +145,6 @@ class Scalers:
         scaler = self._find()
         if scaler is None:
             return None
-        state = scaler._per_optimizer_states[self._key]
+        state = states_by_optimizer(scaler)[self._key]
         is_due = _MARK not in state and (is_step or state["stage"] is OptState.UNSCALED)
         return scaler if is_due else None
-
-
-def asking_scaler() -> GradScaler | None:
-    """Return the loss scaler in whose ``step`` the property that calls this is being read; None for anybody else.
-
-    A scaler's only word before it unscales and steps is to read ``_step_supports_amp_scaling``, and so may ``hasattr``,
-    ``inspect.getmembers``, a debugger, or a library that wants to know. What differs is who asks.
-    """
-    frame = sys._getframe(2)
-    asker = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-    return asker if isinstance(asker, GradScaler) else None

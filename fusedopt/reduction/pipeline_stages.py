@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fusedopt._torch_private import stage_base
 from fusedopt.backends import torch_ops
 from fusedopt.buffers.bucket import Entry
 from fusedopt.buffers.flat import Buffers
@@ -46,10 +47,10 @@ class StageEdits:
         if self in _listeners:
             return
         if not _wrapped:
-            _wrap(module._PipelineStageBase, "scale_grads", StageEdits.dividing)
-            _wrap(module._PipelineStageBase, "backward_weight_one_chunk", StageEdits.adding)
+            _wrap(stage_base(module), "scale_grads", StageEdits.dividing)
+            _wrap(stage_base(module), "backward_weight_one_chunk", StageEdits.adding)
         _listeners.add(self)
-        weakref.finalize(self, _give_back, module._PipelineStageBase).atexit = False
+        weakref.finalize(self, _give_back, stage_base(module)).atexit = False
 
     @contextlib.contextmanager
     def dividing(self, stage: Any, grad_scale_factor: int) -> Iterator[None]:

@@ -33,8 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-import torch
-
+from fusedopt._torch_private import current_graph_task_id
 from fusedopt.buffers.bucket import Bucket, Entry, Holds, Slot
 from fusedopt.buffers.flat import Buffers
 from fusedopt.buffers.main_grad import set_grad
@@ -182,7 +181,7 @@ class Reducer:
         """Note that a backward (or a hand) is done with the gradient of one parameter."""
         bucket = self._buffers.buckets[slot.index]
         bucket.has_unsent = True
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task < 0:  # set by hand, and taken over outside of any backward
             self._follow_stages()
             bucket.note_version()

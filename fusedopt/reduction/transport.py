@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedopt._torch_private import DisableTorchFunctionSubclass, TensorBase
 from fusedopt.buffers.bucket import Bucket, Entry, Holds, Place
 from fusedopt.buffers.flat import Buffers
 from fusedopt.sharding.comm import DataParallelGroup, Pending
@@ -268,7 +269,7 @@ _PENDING_KEY = "pending_gather"
 _BLIND = {
     *(getattr(torch.Tensor, name).__get__ for name in ("grad", "requires_grad", "shape", "dtype", "device", "layout")),
     *(getattr(torch.Tensor, name).__get__ for name in ("grad_dtype", "grad_fn", "is_leaf", "ndim", "_version")),
-    *(vars(torch._C.TensorBase)["grad"].__set__, torch.Tensor.numel, torch.Tensor.size, torch.Tensor.dim),
+    *(vars(TensorBase)["grad"].__set__, torch.Tensor.numel, torch.Tensor.size, torch.Tensor.dim),
 }
 """What does not look at values; `zero_grad`, which stands between step and forward, is made of it."""
 
@@ -306,7 +307,7 @@ class PendingParameter(nn.Parameter):
         """Finish the gathers of all pending arguments, then run ``func`` on what are plain Parameters now."""
         kwargs = kwargs or {}
         if func in _BLIND:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for param in _pending_in((args, kwargs)):
             vars(param)[_PENDING_KEY].finish()

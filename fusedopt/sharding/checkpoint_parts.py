@@ -28,6 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedopt._torch_private import (
+    aten_to_copy,
+    checkpoint_content,
+    checkpoint_info,
+    is_loading_checkpoint,
+    make_wrapper_subclass,
+)
 from fusedopt.sharding.layout import Span
 
 _CHECKPOINT = "torch.distributed.checkpoint"
@@ -207,7 +214,7 @@ class CheckpointPart(Tensor):
         cls: type[CheckpointPart], part: Tensor, shape: _Ints, strides: _Ints, span: Span, region: Region
     ) -> CheckpointPart:
         """Make the outer shell; `to_checkpoint` has checked the arguments."""
-        shell: CheckpointPart = Tensor._make_wrapper_subclass(cls, region[0], dtype=part.dtype, device=part.device)
+        shell: CheckpointPart = make_wrapper_subclass(cls, region[0], dtype=part.dtype, device=part.device)
         return shell
 
     def __init__(self, part: Tensor, shape: _Ints, strides: _Ints, span: Span, region: Region) -> None:
@@ -297,7 +304,7 @@ def _new_empty(part: Tensor, _size: Any, **kwargs: Any) -> Tensor:
 _SUPPORTED: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.detach.default: Tensor.detach,
     torch.ops.aten.clone.default: lambda part, **_: part.clone(),
-    torch.ops.aten._to_copy.default: _to,
+    aten_to_copy: _to,
     torch.ops.aten.new_empty.default: _new_empty,
 }
 
@@ -387,10 +394,10 @@ def checkpoint_wants() -> str | None:
     frame: FrameType | None = sys._getframe(1) if _CHECKPOINT in sys.modules else None
     while frame is not None:
         if f"{frame.f_globals.get('__name__')}.".startswith(f"{_CHECKPOINT}."):
-            info = frame.f_locals.get("info")
+            info = checkpoint_info(frame)
             is_whole = getattr(info, "full_state_dict", False)
             # Loading whole tensors asks for a template first, with that option switched off for the time.
-            is_template = frame.f_code.co_name == "_load_optim_state_dict"
+            is_template = is_loading_checkpoint(frame)
             if is_whole or (is_template and not getattr(info, "broadcast_from_rank0", True)):
                 return "whole"
             wants = "template" if is_template or wants == "template" else "parts"
@@ -410,9 +417,9 @@ def loaded_empty_group() -> dict[str, Any] | None:
     """
     frame: FrameType | None = sys._getframe(1) if _CHECKPOINT in sys.modules else None
     while frame is not None:
-        if frame.f_code.co_name == "_load_optim_state_dict":
-            given = frame.f_locals.get("state_dict") or {}
-            empty = [group for group in given.get("param_groups", ()) if not group["params"]]
+        if is_loading_checkpoint(frame):
+            groups = checkpoint_content(frame).get("param_groups", ())
+            empty = [group for group in groups if not group["params"]]
             return {k: v for k, v in empty[0].items() if k != "params"} if len(empty) == 1 else None
         frame = frame.f_back
     return None

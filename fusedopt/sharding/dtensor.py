@@ -8,7 +8,6 @@ Knows nothing of buckets or optimizers.
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fusedopt._torch_private import fsdp_parameters, local_shape_and_offset, local_tensor
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
@@ -36,7 +37,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the part of ``tensor`` that this rank holds, sharing its memory; a plain tensor itself."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
 def like(param: Tensor, local: Tensor, placements: Sequence[Any] | None = None) -> Tensor:
@@ -131,13 +132,11 @@ def region_of(param: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     if not is_dtensor(param):
         return None
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # private to torch 2.13
 
     placed: Any = param
     if any(type(placement) not in (Replicate, Shard) for placement in placed.placements):
         return None
-    _, offsets = compute_local_shape_and_global_offset(param.shape, placed.device_mesh, placed.placements)
-    return tuple(param.shape), tuple(offsets)
+    return tuple(param.shape), local_shape_and_offset(param)[1]
 
 
 def is_cut(param: Tensor) -> bool:
@@ -169,12 +168,8 @@ def held_by_fsdp(params: Iterable[Tensor]) -> dict[int, Any]:
 
     FSDP2 leaves no mark on a parameter, so this looks through the objects alive; about 0.1 s, where FSDP2 is loaded.
     """
-    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")  # private to torch 2.13
     ours = {id(param) for param in params if is_dtensor(param)}
-    if module is None or not ours:
-        return {}
-    holders = (obj for obj in gc.get_objects() if type(obj) is module.FSDPParam)
-    return {id(h.sharded_param): h.mesh_info.mesh for h in holders if id(h.sharded_param) in ours}
+    return {id(param): mesh for param, mesh in fsdp_parameters() if id(param) in ours} if ours else {}
 
 
 def is_copy(param: Tensor, plain: Tensor) -> bool:
@@ -182,12 +177,9 @@ def is_copy(param: Tensor, plain: Tensor) -> bool:
 
     Looks at this rank's part; values that are all equal, as fresh norms have them, say nothing.
     """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # private to torch 2.13
-
-    placed: Any = param
     if param.shape != plain.shape or param.dtype is not plain.dtype or plain.ndim < 2 or param.is_meta:
         return False
-    sizes, offsets = compute_local_shape_and_global_offset(param.shape, placed.device_mesh, placed.placements)
+    sizes, offsets = local_shape_and_offset(param)
     part = plain.detach()[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
     return part.numel() > 0 and bool((part != part.flatten()[0]).any()) and torch.equal(part, local_of(param).detach())
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fusedopt._torch_private import HASH_RANKS_TO_STR, timeouts_of
+
 Ranks = tuple[int, ...]
 
 
@@ -43,18 +45,8 @@ class DataGroups:
 
 def timeout_of(*groups: Any) -> datetime.timedelta | None:
     """Return how long the most impatient of the user's ``groups`` waits for a rank; None where torch does not say."""
-    found = [timeout for group in groups for timeout in _timeouts_of(group)]
+    found = [timeout for group in groups for timeout in timeouts_of(group)]
     return min(found, default=None)
-
-
-def _timeouts_of(group: Any) -> Iterator[datetime.timedelta]:
-    for device in getattr(group, "_device_types", ()):  # private to torch 2.13; another release may have none
-        try:
-            timeout = group._get_backend(device).options._timeout
-        except (AttributeError, RuntimeError):
-            continue
-        if isinstance(timeout, datetime.timedelta):
-            yield timeout
 
 
 def make_group(name: str, ranks: Ranks, timeout: datetime.timedelta | None, backend: str | None = None) -> Any:
@@ -78,12 +70,12 @@ def _named(ranks: Sequence[int], name: str) -> Iterator[None]:
     rank of each node), ranks would wait for each other forever.
     """
     c10d: Any = dist.distributed_c10d
-    torchs = getattr(c10d, "_hash_ranks_to_str", None)  # private to torch 2.13; another release may have none
+    torchs = getattr(c10d, HASH_RANKS_TO_STR, None)
     if torchs is None:
         yield
         return
-    c10d._hash_ranks_to_str = lambda others: name if list(others) == list(ranks) else torchs(others)
+    setattr(c10d, HASH_RANKS_TO_STR, lambda others: name if list(others) == list(ranks) else torchs(others))
     try:
         yield
     finally:
-        c10d._hash_ranks_to_str = torchs
+        setattr(c10d, HASH_RANKS_TO_STR, torchs)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from fusedopt._torch_private import foreach_add, foreach_add_, step_hooks
 from fusedopt.backends import FusedStep
 from fusedopt.backends.offers import Adam as AdamRule
 from fusedopt.backends.offers import Rule, StepTensors
@@ -48,7 +49,7 @@ def step_fused(
     for fused, rule, entries, operands, steps in plan:
         fused.run(rule, operands, grad_scale=grad_scale, found_inf=found_inf)
         if steps:
-            torch._foreach_add_(steps, 1.0 if found_inf is None else 1.0 - found_inf)
+            foreach_add_(steps, 1.0 if found_inf is None else 1.0 - found_inf)
         written += [entry for entry in entries if entry.is_rounded]
     return True
 
@@ -56,7 +57,7 @@ def step_fused(
 def _plan(buffers: Buffers, optimizer: Optimizer, *, is_on_device: bool) -> list[Any] | None:
     """Return calls to make; None if anything about ``optimizer`` needs its own step."""
     entry_of = {id(entry.main_param): entry for entry in buffers.entries if entry.main_param is not None}
-    pre_hooks, post_hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    pre_hooks, post_hooks = step_hooks(optimizer)
     if post_hooks or any(not isinstance(hook, StepGuard) for hook in pre_hooks.values()):
         return None
     plan = []
@@ -127,7 +128,7 @@ def operands_of(
     mains, grads, *others = map(list, zip(*rows, strict=True))
     models = others.pop() if entries[0].is_rounded else None
     steps: list[Tensor] = [state["step"] for state in states] if is_adam else []
-    next_steps = torch._foreach_add(steps, 1.0) if steps else [torch.ones(()) for _ in entries]
+    next_steps = foreach_add(steps, 1.0) if steps else [torch.ones(()) for _ in entries]
     return StepTensors(grads, mains, others, models, list(next_steps)), steps
 
 
