@@ -33,7 +33,8 @@ class Name:
     """A name of torch that its documentation does not promise.
 
     Args:
-        where: dotted path; behind a colon a variable of a function, which is read from its frame or its closure.
+        where: dotted path; behind a colon a name inside a function: a variable that is read from its frame or its
+            closure, or a key or an attribute that it uses.
         why: what it is needed for, that no public name does.
         if_gone: what a torch without it means; default: the import of fusedopt, or the first use, raises.
     """
@@ -72,6 +73,7 @@ NAMES = (
     # -- tensors and modules
     Name("torch.Tensor._version", "whether a tensor was written; notes on autograd tell of the counter"),
     Name("torch.Tensor._post_accumulate_grad_hooks", "our hook goes before those that a user registered earlier"),
+    Name("torch.utils.hooks.RemovableHandle.id", "which of the hooks is ours"),
     Name("torch.Tensor._backward_hooks", "whether a user's hook is to see a gradient, which is then not fused"),
     Name("torch.Tensor._make_wrapper_subclass", "CheckpointPart: the shape of a whole, the memory of a part"),
     Name("torch._C.TensorBase", "the setter of .grad, which does not look at values of a PendingParameter"),
@@ -103,11 +105,19 @@ NAMES = (
     # -- optimizers, loss scalers, clipping
     Name("torch.optim.Optimizer._optimizer_step_pre_hooks", "whether a class has step hooks; a user's prevent fusing"),
     Name("torch.optim.Optimizer._optimizer_step_post_hooks", "the same"),
+    Name("torch.optim.Optimizer._optimizer_state_dict_pre_hooks", "the wrapper is an Optimizer, and fires its hooks"),
+    Name("torch.optim.Optimizer._optimizer_state_dict_post_hooks", "the same"),
+    Name("torch.optim.Optimizer._optimizer_load_state_dict_pre_hooks", "the same"),
+    Name("torch.optim.Optimizer._optimizer_load_state_dict_post_hooks", "the same"),
     Name("torch.optim.optimizer._global_optimizer_pre_hooks", "fire once, for the wrapper's step; see PATCHES"),
     Name("torch.optim.optimizer._global_optimizer_post_hooks", "the same"),
     Name("torch.optim.Adam._step_supports_amp_scaling", "whether steps unscale by themselves; scalers read ours"),
     Name("torch.amp.GradScaler._per_optimizer_states", "which scaler drives an optimizer, and whether it unscaled"),
     Name("torch.amp.GradScaler._scale", "undoes and redoes an unscaling, on the device"),
+    Name("torch.amp.GradScaler.unscale_:stage", "a key of such a state"),
+    Name("torch.amp.GradScaler.unscale_:found_inf_per_device", "the same"),
+    Name("torch.optim.Adam.step:grad_scale", "an attribute by which a fused step is told to unscale, on the device"),
+    Name("torch.optim.Adam.step:found_inf", "an attribute by which it is told to skip, on the device"),
     Name("torch.amp.grad_scaler.OptState", "what a scaler's state of one optimizer says"),
     Name("torch.amp.GradScaler.step:self", "the scaler that is about to step: it tells an optimizer nothing before"),
     Name("torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler.process_group", "tells it from GradScaler"),
@@ -116,6 +126,7 @@ NAMES = (
     Name("torch.nn.utils.clip_grad._get_total_norm:func", "the same", "a warning, and no refusal"),
     Name("torch.nn.utils.clip_grad._clip_grads_with_norm_:func", "the same", "a warning, and no refusal"),
     # -- torch.distributed
+    Name("torch.distributed.distributed_c10d", "the module of the next"),
     Name("torch.distributed.distributed_c10d._hash_ranks_to_str", "names a group, see PATCHES", "torch's own name"),
     Name("torch.distributed.ProcessGroup._device_types", "the timeout of a user's group", "torch's default timeout"),
     Name("torch.distributed.ProcessGroup._get_backend", "the same", "torch's default timeout"),
@@ -127,6 +138,7 @@ NAMES = (
     Name("torch.distributed.fsdp._fully_shard._fsdp_common.DataParallelMeshInfo.mesh", "the same"),
     Name("torch.distributed.pipelining.stage._PipelineStageBase.scale_grads", "edits gradients, see PATCHES"),
     Name("torch.distributed.pipelining.stage._PipelineStageBase.backward_weight_one_chunk", "the same"),
+    Name("torch.distributed.pipelining.stage._PipelineStageBase.submod", "whose gradients these are"),
     Name("torch.distributed._checkpointable._Checkpointable.__create_write_items__", _PROTOCOL),
     Name("torch.distributed._checkpointable._Checkpointable.__create_chunk_list__", _PROTOCOL),
     Name("torch.distributed._checkpointable._Checkpointable.__get_tensor_shard__", _PROTOCOL),
@@ -350,6 +362,12 @@ GLOBAL_STEP_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hook
 
 STEP_SUPPORTS_AMP_SCALING = "_step_supports_amp_scaling"
 step_hooks = operator.attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+state_dict_hooks = operator.attrgetter("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+load_state_dict_hooks = operator.attrgetter(
+    "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
+)
+"""Of an optimizer: those before, and those after."""
+
 OptState = grad_scaler.OptState
 scale_of = operator.attrgetter("_scale")
 """Of a loss scaler: a tensor; None before it scaled anything."""

@@ -24,7 +24,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from fusedopt import backends, live_wrappers
-from fusedopt._torch_private import asking_scaler, is_profiling
+from fusedopt._torch_private import asking_scaler, is_profiling, load_state_dict_hooks, state_dict_hooks
 from fusedopt.buffers.bucket import Entry, Sharding
 from fusedopt.buffers.flat import Buffers
 from fusedopt.checks import (
@@ -605,13 +605,14 @@ class FusedMainGradOptimizer(Optimizer):
         Raises:
             ValueError, RuntimeError: if ``torch.distributed.checkpoint`` asks for what it cannot have.
         """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+        pre_hooks, post_hooks = state_dict_hooks(self)
+        for pre_hook in pre_hooks.values():
             pre_hook(self)
         self._gather.finish()
         self._agree_with_inner()
         self._arrival.fold_assigned()
         state_dict = self._persistence.state_dict(self.param_groups)
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
+        for post_hook in post_hooks.values():
             replaced = post_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         return state_dict
@@ -628,15 +629,16 @@ class FusedMainGradOptimizer(Optimizer):
             ValueError: naming what does not fit (groups, names, shapes, dtypes, layout); nothing was changed, on any
                 rank: the others raise a RuntimeError that quotes it.
         """
+        pre_hooks, post_hooks = load_state_dict_hooks(self)
 
         def run_pre_hooks(copied: dict[str, Any]) -> dict[str, Any]:
-            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            for pre_hook in pre_hooks.values():
                 replaced = pre_hook(self, copied)
                 copied = copied if replaced is None else replaced
             return copied
 
         self._persistence.load(self.param_groups, state_dict, run_pre_hooks)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+        for post_hook in post_hooks.values():
             post_hook(self)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
