@@ -176,9 +176,7 @@ class Patch:
     ends: str
 
 
-_WITH_SHARD = "with the first sharded wrapper"
-_WITHOUT_SHARD = "with the last one: unwrap(), or garbage collection"
-_WRAPPED, _UNWRAPPED = "when wrapped", "unwrap(), garbage collection of the wrapper, or leaving the groups"
+_UNWRAPPED = "unwrap(), or garbage collection of the wrapper"
 
 PATCHES = (
     Patch(
@@ -202,7 +200,7 @@ PATCHES = (
         "torch.optim.Optimizer.zero_grad",
         "inner/hooks.py",
         "on wrapped instances: a call that meant the wrapper is refused, since it would clear nothing",
-        _WRAPPED,
+        "when wrapped",
         _UNWRAPPED,
     ),
     *(
@@ -210,8 +208,8 @@ PATCHES = (
             f"torch.nn.utils.clip_grad.{name}:func",
             "gradients/stock_clip.py",
             "under a shard its result is wrong; whoever imported the function has it, so its body is exchanged",
-            _WITH_SHARD,
-            _WITHOUT_SHARD,
+            "with the first sharded wrapper",
+            f"with the last one: {_UNWRAPPED}",
         )
         for name in ("clip_grad_norm_", "clip_grad_value_", "_get_total_norm", "_clip_grads_with_norm_")
     ),
@@ -220,8 +218,8 @@ PATCHES = (
             f"torch.distributed.pipelining.stage._PipelineStageBase.{name}",
             "reduction/pipeline_stages.py",
             "stages divide and add gradients outside of any backward, and no hook sees it",
-            "with the first wrapper whose ranks reduce, once the module is loaded",
-            _WITHOUT_SHARD,
+            "with the first wrapper that several ranks share, or in a backward after the module was loaded",
+            f"with the last one: {_UNWRAPPED}",
         )
         for name in ("scale_grads", "backward_weight_one_chunk")
     ),
@@ -243,14 +241,14 @@ PATCHES = (
         "torch.nn.Parameter",
         "buffers/bucket.py",
         "on wrapped instances, __getstate__: torch pickles a Parameter's attributes, and would write main_grad",
-        _WRAPPED,
-        _UNWRAPPED,
+        "when wrapped",
+        f"{_UNWRAPPED}, or when the parameter leaves the groups",
     ),
     Patch(
         "torch.nn.Linear",
         "layers/convert.py",
         "the class of a layer becomes FusedLinear: same parameters, keys and forward",
-        "fuse_linears(), or fused_linear=True",
+        "convert_linears(), or fused_linear=True",
         "restore_linears()",
     ),
     Patch(
@@ -278,7 +276,7 @@ PATCHES = (
         "torch._dynamo.callback.callback_handler",
         "gradients/arrival.py",
         "callbacks around traces, of which Dynamo has no public registry",
-        "with the first wrapper, and again at each zero_grad()",
+        "with the first wrapper; looked for at each step, since torch._dynamo.reset() clears them",
         "never: they look for live wrappers",
     ),
 )
