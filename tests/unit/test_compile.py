@@ -137,8 +137,8 @@ def test_a_plain_model_compiles_in_full_while_gradients_hang_on_it(recompute, ba
 
 def test_without_the_callbacks_dynamo_stops_at_the_attached_gradient(monkeypatch):
     """The test above is about something: this is what happens without it."""
-    monkeypatch.setattr(fusedopt.gradients.dynamo, "_take_off", lambda args: None)
-    monkeypatch.setattr(fusedopt.gradients.dynamo, "watch", lambda buffers: None)
+    monkeypatch.setattr("fusedopt.gradients.arrival._take_off", lambda args: None)
+    monkeypatch.setattr("fusedopt.optimizer.watch_compiler", lambda buffers: None)
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match=r"(?i)grad"):
         run(nn.Linear, "once", "f1 b1 f2 b2", backend="aot_eager")

@@ -374,7 +374,7 @@ def test_holders_forget_wrappers_that_are_unwrapped_dropped_or_never_finished(mo
     def full(*_):
         raise MemoryError
 
-    monkeypatch.setattr("fusedopt.gradients.dynamo.watch", full)
+    monkeypatch.setattr("fusedopt.optimizer.watch_compiler", full)
     with pytest.raises(MemoryError) as caught:
         FusedMainGradOptimizer(inner)
     del caught
