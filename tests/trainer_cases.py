@@ -12,9 +12,10 @@ import warnings
 
 import torch
 import transformers
-from reference import Reference
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from tests.reference import Reference
 
 VOCABULARY, LENGTH = 61, 12
 FIRST_COUNTED = int(tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 10))

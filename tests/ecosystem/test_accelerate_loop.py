@@ -8,12 +8,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from reference import Reference
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from fusedopt import FusedMainGradOptimizer
+from tests.reference import Reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 K = 4

@@ -5,19 +5,18 @@ tests/ecosystem/test_peft_style.py makes the same claims, and more, about layers
 
 import gc
 
-import accelerate_cases
-import peft_cases
 import pytest
 import torch
 from peft import PeftModel
-from peft_cases import LENGTH, MAX_NORM, NUM_ADAPTED, adamw, lora, loss_of, make_base, make_model, trainable
-from reference import Reference
 from safetensors.torch import load_file
 from torch import nn
 
 import fusedopt
 from fusedopt import FusedMainGradOptimizer
 from fusedopt.integrations.accelerate import prepare
+from tests import accelerate_cases, peft_cases
+from tests.peft_cases import LENGTH, MAX_NORM, NUM_ADAPTED, adamw, lora, loss_of, make_base, make_model, trainable
+from tests.reference import Reference
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{peft_cases.WARNING}")
 

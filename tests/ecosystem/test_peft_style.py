@@ -9,10 +9,10 @@ import io
 
 import pytest
 import torch
-from reference import Reference
 from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
+from tests.reference import Reference
 
 WIDTH, RANK, NUM_CLASSES = 96, 2, 5
 

@@ -10,12 +10,12 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from lion_pytorch import Lion
 from prodigyopt import Prodigy
-from reference import Reference
 from schedulefree import AdamWScheduleFree, SGDScheduleFree
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from fusedopt import FusedMainGradOptimizer
+from tests.reference import Reference
 
 NUM_STEPS = 20
 

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
-import trainer_cases as cases
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from fusedopt import FusedLinear, FusedMainGradOptimizer
 from fusedopt.integrations.transformers import FusedOptArguments, FusedOptMixin, FusedOptTrainer, optimizer_factory
+from tests import trainer_cases as cases
 
 NUM_EXAMPLES = 22  # eleven batches: windows of 4, 4 and 3
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

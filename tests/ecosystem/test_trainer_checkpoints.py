@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import trainer_cases as cases
 from safetensors.torch import load_file
 from transformers import Trainer
 
 from fusedopt.integrations.transformers import FusedOptArguments, FusedOptTrainer, optimizer_factory
+from tests import trainer_cases as cases
 
 NUM_EXAMPLES = 22  # windows of 4, 4 and 3 batches
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -6,10 +6,10 @@ from copy import deepcopy
 
 import pytest
 import torch
-from reference import Reference
 from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
+from tests.reference import Reference
 
 NUM_STEPS = 6
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from reference import Reference
 from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
+from tests.reference import Reference
 
 NUM_WINDOWS = 4
 LOW = [torch.bfloat16, torch.float16]

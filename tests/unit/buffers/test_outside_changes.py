@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from lion_pytorch import Lion
-from reference import Reference
 from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
 from fusedopt.buffers import sample
+from tests.reference import Reference
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES = {**LOW, "fp32": torch.float32}

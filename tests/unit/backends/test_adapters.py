@@ -9,21 +9,21 @@ import math
 import sys
 import types
 
-import adapter_cases
 import pytest
 import torch
-from adapter_cases import ADAM, ADAMW, NESTEROV, SGD, make_spans
-from doubles import apex_double, recording, te_double
-from doubles.apex_double import apex_installed
-from doubles.recording import WouldCorrupt
-from doubles.te_double import te_installed
-from reference import Reference
 from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
 from fusedopt.backends import apex_ops, lists, te_ops, torch_ops
 from fusedopt.backends.offers import FUNCTIONS, Absent, Sgd, Spans, load, version_of
 from fusedopt.backends.selfcheck import fault
+from tests import adapter_cases
+from tests.adapter_cases import ADAM, ADAMW, NESTEROV, SGD, make_spans
+from tests.doubles import apex_double, recording, te_double
+from tests.doubles.apex_double import apex_installed
+from tests.doubles.recording import WouldCorrupt
+from tests.doubles.te_double import te_installed
+from tests.reference import Reference
 
 ADAPTERS = {"apex": (apex_ops, apex_installed), "te": (te_ops, te_installed)}
 OFFERED = ("wgrad_accumulate_", "norm", "scale_cast_", "fused_step_")
