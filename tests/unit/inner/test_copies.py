@@ -14,30 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import StepLR
 
 from fusedopt import FusedMainGradOptimizer
+from tests.compare import assert_is_finite_and_moved, frozen
+from tests.models import Mlp, adamw, loss_of, muon_and_adamw, train
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-class Net(nn.Module):
-    def __init__(self, dtype=torch.bfloat16, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first = nn.Linear(5, 6, dtype=dtype)
-        self.norm = nn.LayerNorm(6, dtype=dtype)
-        self.second = nn.Linear(6, 3, dtype=dtype)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.norm(self.first(x.to(self.first.weight.dtype))))).float()
-
-
-def adamw(net, **settings):
-    return torch.optim.AdamW(net.parameters(), **{"lr": 0.01, "weight_decay": 0.1, **settings})
-
-
-def muon_and_adamw(net):
-    matrices = [p for p in net.parameters() if p.ndim == 2]
-    others = [p for p in net.parameters() if p.ndim != 2]
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
 
 
 class Mixed(torch.optim.Optimizer):
@@ -68,41 +48,11 @@ OPTIMIZERS = {
 }
 
 
-def loss_of(net, number):
-    generator = torch.Generator().manual_seed(100 + number)
-    x, y = torch.randn(7, 5, generator=generator), torch.randn(7, 3, generator=generator)
-    return (net(x) - y).square().mean()
-
-
-def train(net, optimizer, numbers, scheduler=None):
-    for number in numbers:
-        loss_of(net, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
-
-
-def frozen(value):
-    """Return ``value`` with every tensor turned into its dtype, shape and bytes: equal means bit-equal."""
-    if isinstance(value, torch.Tensor):
-        return (str(value.dtype), tuple(value.shape), value.detach().clone().reshape(-1).view(torch.uint8).tolist())
-    if isinstance(value, dict):
-        return {key: frozen(item) for key, item in value.items()}
-    return type(value)(map(frozen, value)) if type(value) in (list, tuple) else value
-
-
 def everything(net, optimizer):
     state_dict = optimizer.state_dict()
     for group in state_dict["param_groups"]:
         group.pop("differentiable", None)  # torch adds it to the defaults of any optimizer that it unpickles
     return frozen([dict(net.named_parameters()), state_dict])
-
-
-def assert_is_finite_and_moved(net, start):
-    for name, param in net.named_parameters():
-        assert torch.isfinite(param).all()
-        assert not torch.equal(param, start[name])
 
 
 def storages(optimizer):
@@ -130,7 +80,7 @@ WAYS = [by_deepcopy, by_pickle]
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_a_copied_pair_trains_on_as_the_original_would_on_buffers_of_its_own(dtype, make, way):
-    net = Net(dtype)
+    net = Mlp(dtype)
     optimizer = FusedMainGradOptimizer(make(net))
     begin = {name: p.detach().clone() for name, p in net.named_parameters()}
     train(net, optimizer, range(3))
@@ -162,7 +112,7 @@ def test_a_copied_pair_trains_on_as_the_original_would_on_buffers_of_its_own(dty
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_before_the_first_step_trains_as_the_original(way):
-    net = Net()
+    net = Mlp()
     optimizer = FusedMainGradOptimizer(adamw(net))
     copied_net, copied = way((net, optimizer))
     for each in ((net, optimizer), (copied_net, copied)):
@@ -174,7 +124,7 @@ def test_a_copy_before_the_first_step_trains_as_the_original(way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_a_copy_made_after_edits_from_outside_starts_from_them(dtype, way):
-    net = Net(dtype)
+    net = Mlp(dtype)
     optimizer = FusedMainGradOptimizer(adamw(net))
     train(net, optimizer, range(3))
     with torch.no_grad():
@@ -188,7 +138,7 @@ def test_a_copy_made_after_edits_from_outside_starts_from_them(dtype, way):
 
 @pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], muon_and_adamw])
 def test_a_scheduler_copied_along_drives_the_copy(make):
-    net = Net()
+    net = Mlp()
     optimizer = FusedMainGradOptimizer(make(net))
     scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
     train(net, optimizer, range(3), scheduler)
@@ -204,7 +154,7 @@ def test_a_scheduler_copied_along_drives_the_copy(make):
 
 
 def test_configuration_and_the_count_of_skipped_steps_are_copied():
-    net = Net()
+    net = Mlp()
     optimizer = FusedMainGradOptimizer(adamw(net), max_grad_norm=0.5, gradient_accumulation_steps=2)
     for _ in range(2):
         (loss_of(net, 0) * torch.inf).backward()
@@ -228,7 +178,7 @@ class _nothing:
 
 
 def test_gradients_and_a_pending_window_are_left_out_as_torch_leaves_gradients_out():
-    net = Net()
+    net = Mlp()
     optimizer = FusedMainGradOptimizer(adamw(net), gradient_accumulation_steps=3)
     loss_of(net, 0).backward()
     optimizer.step()
@@ -246,7 +196,7 @@ def test_gradients_and_a_pending_window_are_left_out_as_torch_leaves_gradients_o
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_pair_with_frozen_unfrozen_and_refrozen_parameters_is_copied_whole(way):
-    net = Net()
+    net = Mlp()
     net.norm.requires_grad_(False)
     optimizer = FusedMainGradOptimizer(adamw(net))
     train(net, optimizer, range(2))
@@ -266,7 +216,7 @@ def test_a_pair_with_frozen_unfrozen_and_refrozen_parameters_is_copied_whole(way
 
 
 def test_attributes_on_parameters_survive_a_pickle_as_without_fusedopt():
-    net = Net()
+    net = Mlp()
     net.first.weight.note = "mine"
     optimizer = FusedMainGradOptimizer(adamw(net))
     train(net, optimizer, range(3))
@@ -282,12 +232,12 @@ def test_attributes_on_parameters_survive_a_pickle_as_without_fusedopt():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_a_copy_of_the_model_alone_is_a_stock_model(dtype, way):
-    net = Net(dtype)
+    net = Mlp(dtype)
     net.norm.requires_grad_(False)
     optimizer = FusedMainGradOptimizer(adamw(net))
     train(net, optimizer, range(3))
     loss_of(net, 3).backward()
-    twin = Net(dtype)
+    twin = Mlp(dtype)
     twin.load_state_dict(net.state_dict())
     copied = way(net)
     for param, stock in zip(copied.parameters(), twin.parameters(), strict=True):
@@ -308,7 +258,7 @@ def test_a_copy_of_the_model_alone_is_a_stock_model(dtype, way):
 
 
 def test_a_copy_of_a_wrapped_model_can_be_wrapped():
-    net = Net()
+    net = Mlp()
     optimizer = FusedMainGradOptimizer(adamw(net))
     train(net, optimizer, range(2))
     ema = copy.deepcopy(net)
@@ -330,7 +280,7 @@ def remember(net):
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_unwrap_gives_back_a_stock_model_and_its_optimizer_which_trains_on(dtype, make):
-    net = Net(dtype)
+    net = Mlp(dtype)
     net.first.weight.note = "mine"
     net.norm.bias.requires_grad_(False)
     inner = make(net)
@@ -365,7 +315,7 @@ def test_unwrap_gives_back_a_stock_model_and_its_optimizer_which_trains_on(dtype
 
 
 def test_an_unwrapped_optimizer_continues_bit_equal_on_an_fp32_model():
-    nets = [Net(torch.float32) for _ in range(2)]
+    nets = [Mlp(torch.float32) for _ in range(2)]
     bare, inner = (adamw(net) for net in nets)
     optimizer = FusedMainGradOptimizer(inner)
     train(nets[0], bare, range(3))
@@ -379,7 +329,7 @@ def test_an_unwrapped_optimizer_continues_bit_equal_on_an_fp32_model():
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_unwrapped_state_has_the_dtype_torch_gives_it(dtype):
-    net = Net(dtype)
+    net = Mlp(dtype)
     optimizer = FusedMainGradOptimizer(adamw(net))
     train(net, optimizer, range(3))
     wide = {p: s["exp_avg"].clone() for p, s in optimizer.state.items()}
@@ -393,7 +343,7 @@ def test_unwrapped_state_has_the_dtype_torch_gives_it(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_unwrapped_lbfgs_trains_on_with_its_histories(dtype):
-    net = Net(dtype)
+    net = Mlp(dtype)
     inner = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=2)
     optimizer = FusedMainGradOptimizer(inner)
 
@@ -420,7 +370,7 @@ def test_unwrapped_lbfgs_trains_on_with_its_histories(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_unwrap_keeps_a_gradient_in_the_parameters_own_dtype(dtype):
-    net = Net(dtype)
+    net = Mlp(dtype)
     optimizer = FusedMainGradOptimizer(adamw(net))
     loss_of(net, 0).backward()
     main_grad = net.first.weight.main_grad
@@ -433,7 +383,7 @@ def test_unwrap_keeps_a_gradient_in_the_parameters_own_dtype(dtype):
 
 
 def test_hooks_of_others_stay_when_ours_go():
-    net = Net()
+    net = Mlp()
     seen = []
     for when in ("before", "after"):
         if when == "after":
@@ -447,7 +397,7 @@ def test_hooks_of_others_stay_when_ours_go():
 
 
 def test_a_grad_dtype_of_the_users_own_comes_back():
-    net = Net()
+    net = Mlp()
     net.first.weight.grad_dtype = torch.float32
     net.second.weight.grad_dtype = None
     FusedMainGradOptimizer(adamw(net)).unwrap()
@@ -459,7 +409,7 @@ def test_a_grad_dtype_of_the_users_own_comes_back():
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_an_unwrapped_optimizer_can_be_wrapped_again(dtype, make):
-    net = Net(dtype)
+    net = Mlp(dtype)
     inner = make(net)
     for round_number in range(3):
         optimizer = FusedMainGradOptimizer(inner)
@@ -489,7 +439,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_using_an_unwrapped_wrapper_raises_and_leaves_the_inner_optimizer_alone(use):
-    net = Net()
+    net = Mlp()
     optimizer = FusedMainGradOptimizer(adamw(net))
     train(net, optimizer, range(3))
     inner = optimizer.unwrap()
@@ -504,7 +454,7 @@ def test_using_an_unwrapped_wrapper_raises_and_leaves_the_inner_optimizer_alone(
 
 
 def test_a_dropped_wrapper_leaves_a_stock_model_without_waiting_for_the_collector():
-    net = Net()
+    net = Mlp()
     before = remember(net)
     gc.collect()
     gc.disable()
@@ -524,7 +474,7 @@ def test_a_dropped_wrapper_leaves_a_stock_model_without_waiting_for_the_collecto
 
 
 def test_a_wrapper_in_a_cycle_is_collected_and_a_new_one_takes_its_place():
-    net = Net()
+    net = Mlp()
     before = remember(net)
     optimizer = FusedMainGradOptimizer(adamw(net))
     scheduler = StepLR(optimizer, 1)  # patches optimizer.step: a cycle
@@ -549,7 +499,7 @@ def test_a_wrapper_goes_in_whatever_mode_torch_is(mode, is_dropped):
     """The collector runs where it likes: it once did while torch.compile traced another model."""
 
     def left(mode):
-        net = Net()
+        net = Mlp()
         optimizer = FusedMainGradOptimizer(adamw(net))
         train(net, optimizer, range(3))
         loss_of(net, 3).backward()
@@ -568,7 +518,7 @@ def test_a_wrapper_goes_in_whatever_mode_torch_is(mode, is_dropped):
 
 
 def test_model_and_wrapper_are_freed_together():
-    net = Net()
+    net = Mlp()
     optimizer = FusedMainGradOptimizer(muon_and_adamw(net))
     train(net, optimizer, range(3))
     loss_of(net, 3).backward()
@@ -579,7 +529,7 @@ def test_model_and_wrapper_are_freed_together():
 
 
 CELL = """
-net = Net()
+net = Mlp()
 optimizer = FusedMainGradOptimizer(adamw(net))
 train(net, optimizer, range(3))
 loss_of(net, 3).backward()
@@ -589,7 +539,7 @@ LINE = "optimizer = FusedMainGradOptimizer(adamw(net))"
 
 def notebook():
     return {
-        "Net": Net,
+        "Mlp": Mlp,
         "FusedMainGradOptimizer": FusedMainGradOptimizer,
         "adamw": adamw,
         "train": train,
@@ -627,7 +577,7 @@ def test_a_wrapping_line_that_is_run_again_raises_with_the_remedy_and_the_remedy
 
 
 def test_a_wrapper_whose_construction_fails_leaves_nothing_behind():
-    net = Net()
+    net = Mlp()
     before = remember(net)
     net.second.bias.main_grad = torch.zeros(3)
     inner = adamw(net)
@@ -645,7 +595,7 @@ def live_tensors():
 
 @pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], OPTIMIZERS["AdamW fused"], muon_and_adamw])
 def test_two_hundred_steps_leave_no_tensor_behind(make):
-    net = Net()
+    net = Mlp()
     optimizer = FusedMainGradOptimizer(make(net), max_grad_norm=1.0)
 
     def window(number):
@@ -670,7 +620,7 @@ def test_two_hundred_steps_leave_no_tensor_behind(make):
 
 
 def test_fifty_wrappers_leave_no_tensor_behind():
-    net = Net()
+    net = Mlp()
     counts = []
     for _ in range(50):
         optimizer = FusedMainGradOptimizer(adamw(net))
