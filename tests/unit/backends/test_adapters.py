@@ -1,32 +1,24 @@
-"""The adapters of apex and Transformer Engine, on doubles: what is offered, what is passed, what comes back.
+"""The adapters of apex and Transformer Engine, on doubles: what is passed, what comes back.
 
 The doubles refuse, or visibly corrupt, what the real code would; see tests/doubles. The claims about
 results are in tests/adapter_cases.py, for tests/gpu to run on the real libraries.
 """
 
-import inspect
 import math
-import sys
-import types
 
 import pytest
 import torch
-from torch import nn
 
-from fusedopt import FusedMainGradOptimizer
 from fusedopt.backends import apex_ops, lists, te_ops, torch_ops
-from fusedopt.backends.offers import FUNCTIONS, Absent, Sgd, Spans, load, version_of
+from fusedopt.backends.offers import Spans
 from fusedopt.backends.selfcheck import fault
 from tests import adapter_cases
-from tests.adapter_cases import ADAM, ADAMW, NESTEROV, SGD, make_spans
-from tests.doubles import apex_double, recording, te_double
+from tests.adapter_cases import ADAM, ADAMW, NESTEROV, make_spans
+from tests.doubles import recording
+from tests.doubles.adapters import ADAPTERS, OFFERED, functions_of
 from tests.doubles.apex_double import apex_installed
-from tests.doubles.recording import WouldCorrupt
 from tests.doubles.te_double import te_installed
-from tests.reference import Reference
 
-ADAPTERS = {"apex": (apex_ops, apex_installed), "te": (te_ops, te_installed)}
-OFFERED = ("wgrad_accumulate_", "norm", "scale_cast_", "fused_step_")
 CPU = torch.device("cpu")
 WITHOUT_THE_LIBRARY = (
     adapter_cases.adds_nothing_for_zero_tokens,
@@ -42,21 +34,7 @@ WITHOUT_THE_LIBRARY = (
 )
 
 
-@pytest.fixture(params=ADAPTERS)
-def library(request):
-    """The functions of one adapter, and the calls that reach its double."""
-    module, install = ADAPTERS[request.param]
-    with install() as calls:
-        yield module, module.offer().functions, calls
-
-
-def functions_of(calls, *names):
-    """Return the calls of ``names``, and check that every other was of none."""
-    assert {call.name for call in calls} <= set(names), {call.name for call in calls}
-    return list(calls)
-
-
-# Results
+# -- Results
 
 
 @pytest.mark.parametrize("case", adapter_cases.CASES, ids=str)
@@ -85,241 +63,7 @@ def test_the_self_check_believes_the_doubles(library, dtype):
     assert calls
 
 
-# What is offered
-
-
-def test_everything_there_is_offered_and_the_rest_has_a_reason(library):
-    module, _, _ = library
-    found = module.offer()
-    assert tuple(found.functions) == OFFERED
-    assert set(found.functions) | set(found.missing) == set(FUNCTIONS)
-    assert "sum overflows float32" in found.missing["found_inf"]
-    assert found.version == "unknown"  # no metadata beside the double
-
-
-def test_functions_have_the_signatures_of_the_reference(library):
-    _, functions, _ = library
-    for name in ("norm", "scale_cast_", "wgrad_accumulate_"):
-        ours, theirs = inspect.signature(functions[name]), inspect.signature(getattr(torch_ops, name))
-        assert [(p.name, p.kind, p.default) for p in ours.parameters.values()] == [
-            (p.name, p.kind, p.default) for p in theirs.parameters.values()
-        ]
-    assert list(inspect.signature(functions["fused_step_"]).parameters) == ["rule", "spans", "grad_scale", "found_inf"]
-
-
-def test_rules_that_the_kernels_know_are_taken(library):
-    module, _, _ = library
-    assert module.takes(ADAMW)
-    assert module.takes(ADAM)
-    assert module.takes(SGD)
-    assert not module.takes(Sgd(lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, is_nesterov=False))
-    assert module.TAKES_FOUND_INF is False
-    assert set(module.WGRAD_DTYPES) == {torch.bfloat16, torch.float16}
-
-
-def test_without_the_libraries_everything_is_missing_by_name():
-    found = te_ops.offer()
-    assert (found.version, found.functions) == (None, {})
-    assert found.missing == dict.fromkeys(FUNCTIONS, "no module named transformer_engine")
-    found = apex_ops.offer()
-    assert (found.version, found.functions, set(found.missing)) == (None, {}, set(FUNCTIONS))
-    assert found.missing["norm"] == (
-        "no module named amp_C; NVIDIA's apex is built from github.com/NVIDIA/apex with APEX_CPP_EXT=1 APEX_CUDA_EXT=1"
-    )
-    assert found.missing["wgrad_accumulate_"].startswith("no module named fused_weight_gradient_mlp_cuda; NVIDIA's")
-
-
-def test_each_of_apex_extensions_is_offered_without_the_other():
-    with apex_installed(without=["amp_C"]):
-        found = apex_ops.offer()
-        assert list(found.functions) == ["wgrad_accumulate_"]
-        assert found.missing["norm"].startswith("no module named amp_C")
-        assert found.missing["norm"].endswith("APEX_CUDA_EXT=1, and the one installed was not")
-    with apex_installed(without=["fused_weight_gradient_mlp_cuda"]):
-        assert tuple(apex_ops.offer().functions) == OFFERED[1:]
-    with apex_installed(package=False):  # the extensions need no Python package
-        found = apex_ops.offer()
-        assert (found.version, tuple(found.functions)) == ("unknown", OFFERED)
-
-
-@pytest.mark.parametrize(
-    ("symbol", "function", "adapters"),
-    [
-        ("multi_tensor_l2norm", "norm", ("apex", "te")),
-        ("multi_tensor_scale", "scale_cast_", ("apex", "te")),
-        ("multi_tensor_adam", "fused_step_", ("apex", "te")),
-        ("multi_tensor_sgd", "fused_step_", ("apex", "te")),
-        ("general_gemm", "wgrad_accumulate_", ("te",)),
-    ],
-)
-def test_a_missing_symbol_costs_its_function_only(symbol, function, adapters):
-    for name in adapters:
-        module, install = ADAPTERS[name]
-        with install(without=[symbol]):
-            found = module.offer()
-        assert set(found.functions) == set(OFFERED) - {function}
-        assert found.missing[function].endswith(f"has no {symbol}")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        *(OSError("libc10_cuda.so: cannot open"), RuntimeError("no CUDA\nsecond line"), KeyError()),
-        *(SystemExit("needs a GPU"), GeneratorExit(), BaseException("no more")),
-    ],
-    ids=repr,
-)
-def test_an_import_that_raises_anything_means_absent_with_the_reason(error):
-    text = f"{type(error).__name__}: {error.args[0].splitlines()[0]}" if error.args else type(error).__name__
-    with te_installed(broken=error):
-        found = te_ops.offer()
-    assert found.functions == {}
-    assert found.missing == dict.fromkeys(FUNCTIONS, f"importing transformer_engine.pytorch raised {text}")
-    with apex_installed(broken=error):
-        found = apex_ops.offer()
-    assert list(found.functions) == ["wgrad_accumulate_"]
-    assert found.missing["norm"] == f"importing amp_C raised {text}"
-
-
-def test_an_interrupt_while_a_library_is_imported_is_the_users():
-    with te_installed(broken=KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
-        te_ops.offer()
-    with apex_installed(broken=KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
-        apex_ops.offer()
-
-
-def test_a_lazy_module_that_breaks_at_the_symbol_is_absent_with_the_reason(monkeypatch):
-    def breaks(name):
-        raise SystemExit(f"{name} needs a GPU")
-
-    lazy = types.ModuleType("lazy_library")
-    lazy.__getattr__ = breaks
-    monkeypatch.setitem(sys.modules, "lazy_library", lazy)
-    with pytest.raises(Absent, match=r"^importing lazy_library raised SystemExit: kernel needs a GPU$"):
-        load("lazy_library", "kernel")
-
-
-class Unreadable:
-    """A function whose signature raises where it is read."""
-
-    @property
-    def __signature__(self):
-        raise SystemExit("not now")
-
-    def __call__(self):
-        raise NotImplementedError
-
-
-def test_a_signature_that_raises_anything_costs_its_function_only(monkeypatch):
-    with te_installed():
-        monkeypatch.setattr(sys.modules["transformer_engine.pytorch.cpp_extensions"], "general_gemm", Unreadable())
-        found = te_ops.offer()
-    assert set(found.functions) == set(OFFERED) - {"wgrad_accumulate_"}
-    assert found.missing["wgrad_accumulate_"] == "reading the signature of general_gemm raised SystemExit: not now"
-
-
-def test_a_finder_and_metadata_that_raise_anything_mean_absent(monkeypatch):
-    class Finder:
-        def find_spec(self, name, path=None, target=None):
-            if name == "apex":
-                raise SystemExit("no finder")
-
-        def find_distributions(self, context=None):
-            raise SystemExit("no metadata")
-
-    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    monkeypatch.delitem(sys.modules, "apex", raising=False)
-    assert apex_ops.offer().functions == {}
-    assert version_of("transformer_engine") is None
-
-
-def put_distribution(monkeypatch, folder, version, *packages, init=""):
-    """Install a distribution "apex" of Python files into ``folder``, and put that on the path."""
-    for package in packages:
-        (folder / package).mkdir(parents=True)
-        (folder / package / "__init__.py").write_text(init)
-    info = folder / f"apex-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: apex\nVersion: {version}\n")
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "apex", raising=False)
-
-
-def test_the_other_project_of_that_name_is_recognised_and_not_imported(monkeypatch, tmp_path):
-    put_distribution(monkeypatch, tmp_path, "0.9.10.dev0", "apex", init="raise SystemExit('Pyramid')")
-    found = apex_ops.offer()
-    assert (found.version, found.functions) == (None, {})
-    assert "the \"apex\" installed is another project of that name (PyPI's), NVIDIA's is built" in found.missing["norm"]
-    assert found.missing["norm"].endswith("with APEX_CPP_EXT=1 APEX_CUDA_EXT=1")
-    assert "apex" not in sys.modules
-
-
-def test_apex_without_its_extensions_is_recognised_as_nvidias(monkeypatch, tmp_path):
-    put_distribution(monkeypatch, tmp_path, "0.1", "apex", "apex/multi_tensor_apply")
-    found = apex_ops.offer()
-    assert (found.version, found.functions) == ("0.1", {})
-    assert found.missing["fused_step_"].endswith("APEX_CUDA_EXT=1, and the one installed was not")
-
-
-def test_extensions_beside_the_other_project_are_offered_and_its_version_is_not_theirs(monkeypatch, tmp_path):
-    put_distribution(monkeypatch, tmp_path, "0.9.10.dev0", "apex")
-    with apex_installed(package=False):
-        found = apex_ops.offer()
-    assert tuple(found.functions) == OFFERED
-    assert found.version == "unknown"
-
-
-def test_versions_are_those_of_the_distributions(monkeypatch):
-    versions = {"apex": "0.1", "transformer_engine": "2.20.2"}
-    for module in (apex_ops, te_ops):
-        monkeypatch.setattr(module, "version_of", versions.get)
-    with apex_installed(), te_installed():
-        assert apex_ops.offer().version == "0.1"
-        assert te_ops.offer().version == "2.20.2"
-
-
-# Signatures of general_gemm
-
-
-def test_an_older_gemm_gets_its_workspace():
-    with te_installed(gemm="with_workspace") as calls:
-        wgrad = te_ops.offer().functions["wgrad_accumulate_"]
-        adapter_cases.adds_to_what_is_there(wgrad, CPU)
-        adapter_cases.overwrites_without_reading_what_was_there(wgrad, CPU)
-    assert all(call.keywords["workspace"].dtype is torch.uint8 for call in functions_of(calls, "general_gemm"))
-
-
-@pytest.mark.parametrize(
-    ("release", "reason"),
-    [
-        ({"gemm": "without_accumulate"}, "general_gemm of this release has no parameter accumulate"),
-        ({"gemm": "with_stranger"}, "general_gemm of this release wants stranger, which this adapter does not know"),
-        (
-            {"gemm": "with_workspace", "get_workspace": "absent"},
-            "general_gemm of this release wants a workspace, and transformer_engine.pytorch.module.base has no "
-            "get_workspace",
-        ),
-        (
-            {"gemm": "with_workspace", "get_workspace": "with a device"},
-            "general_gemm of this release wants a workspace, and get_workspace of this release wants device",
-        ),
-    ],
-    ids=str,
-)
-def test_a_gemm_of_another_signature_is_not_offered_and_the_reason_names_it(release, reason):
-    with te_installed(**release):
-        found = te_ops.offer()
-    assert set(found.functions) == set(OFFERED) - {"wgrad_accumulate_"}
-    assert found.missing["wgrad_accumulate_"] == reason
-
-
-def test_a_gemm_whose_signature_cannot_be_read_is_not_offered(monkeypatch):
-    with te_installed():
-        monkeypatch.setattr(sys.modules["transformer_engine.pytorch.cpp_extensions"], "general_gemm", dict.fromkeys)
-        assert "general_gemm" in te_ops.offer().missing["wgrad_accumulate_"]
-
-
-# What is passed
+# -- What is passed
 
 
 def test_wgrad_passes_dense_operands_in_the_order_of_each_library():
@@ -493,7 +237,7 @@ def test_parameters_of_one_step_number_go_together(library):
     ]
 
 
-# Long tensors
+# -- Long tensors
 
 
 def test_tensors_beyond_int32_are_split_at_equal_places(library):
@@ -532,146 +276,3 @@ def test_pieces_stay_aligned_to_16_bytes():
     pieces = lists.launches([[flat]])[0].lists[0]
     assert same(pieces, [flat])
     assert pieces[0].data_ptr() % 16 == 0
-
-
-# The doubles themselves
-
-
-def test_the_double_of_apex_goes_wrong_where_apex_does():
-    amp_c = apex_double.AmpC(recording.Calls())
-    flag, ones = torch.zeros(1, dtype=torch.int32), torch.ones(8)
-    targets = [torch.zeros(8), torch.zeros(0)]
-    amp_c.multi_tensor_scale(64, flag, [[ones, torch.ones(0)], targets], 2.0)
-    assert (targets[0] == 0).all()  # the trailing empty tensor left it unlaunched
-    many = [ones] * 109 + [torch.ones(0), ones]
-    with pytest.raises(WouldCorrupt, match="past the array"):
-        amp_c.multi_tensor_l2norm(64, flag, [many])
-    with pytest.raises(WouldCorrupt, match="mixes dtypes"):
-        amp_c.multi_tensor_l2norm(64, flag, [[ones, ones.half()]])
-    with pytest.raises(WouldCorrupt, match="read as int32"):
-        amp_c.multi_tensor_l2norm(64, flag.float(), [[ones]])
-    with pytest.raises(WouldCorrupt, match="int n"):
-        amp_c.multi_tensor_l2norm(
-            64, torch.zeros(1, dtype=torch.int32, device="meta"), [[torch.empty(2**31, device="meta")]]
-        )
-    with pytest.raises(WouldCorrupt, match=r"\.item\(\)"):
-        amp_c.multi_tensor_scale(64, flag, [[ones], [ones]], torch.tensor(1.0))
-    with pytest.raises(RuntimeError, match="not contiguous"):
-        amp_c.multi_tensor_l2norm(64, flag, [[torch.ones(8, 8)[:, ::2]]])
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        amp_c.multi_tensor_scale(64, flag, [[ones], []], 1.0)
-    with pytest.raises(RuntimeError, match="size"):
-        amp_c.multi_tensor_l2norm(64, flag, [[]])
-    with pytest.raises(TypeError):
-        amp_c.multi_tensor_l2norm(64, noop_flag=flag, tensor_lists=[[ones]])
-    with pytest.raises(TypeError):
-        amp_c.multi_tensor_adam(64, flag, [[ones]] * 4, 0.1, 0.9, 0.9, 0.0, 1.0, 1, 1, 0.0)
-    with pytest.raises(WouldCorrupt, match=r"parameters of torch\.bfloat16 would be read as torch\.float32"):
-        amp_c.multi_tensor_adam(64, flag, [[ones], [ones.bfloat16()], [ones], [ones]], 0.1, 0.9, 0.9, 0.0, 1, 1, 1, 0.0)
-    with pytest.raises(RuntimeError, match="some combinations"):
-        amp_c.multi_tensor_sgd(64, flag, [[ones.bfloat16()]] * 3, 0.0, 0.9, 0.0, 0.1, False, False, False, 1.0)
-
-
-def test_kernels_of_the_doubles_heed_the_flag_as_the_real_ones_do():
-    kernels = (apex_double.AmpC(recording.Calls()), te_double.Kernels(recording.Calls()))
-    for kernel in kernels:
-        flag = torch.ones(1, dtype=torch.int32)
-        columns = [[torch.ones(8)] for _ in range(3)]
-        kernel.multi_tensor_sgd(64, flag, columns, 0.0, 0.9, 0.0, 0.1, False, False, False, 1.0)
-        assert (columns[1][0] == 1).all()  # skipped
-        columns = [[torch.ones(8)] for _ in range(4)]
-        kernel.multi_tensor_adam(64, flag, columns, 0.1, 0.9, 0.9, 0.0, 1, 1, 1, 0.0)
-        assert (columns[1][0] != 1).all()  # ignored
-        flag.zero_()
-        kernel.multi_tensor_scale(64, flag, [[torch.tensor([math.nan])], [torch.zeros(1)]], 1.0)
-        assert int(flag) == 1
-
-
-def test_the_double_of_transformer_engine_goes_wrong_where_it_does():
-    kernels, apply = te_double.Kernels(recording.Calls()), te_double.MultiTensorApply(64)
-    flag, ones = torch.zeros(1, dtype=torch.int32), torch.ones(8)
-    given = [[ones, torch.ones(0)]]
-    before = given[0]
-    apply(kernels.multi_tensor_l2norm, flag, given)
-    assert given[0] is not before  # rebound
-    assert apply(kernels.multi_tensor_l2norm, flag, [[torch.ones(0)]]) is None
-    with pytest.raises(RuntimeError, match="aligned"):
-        apply(kernels.multi_tensor_scale, flag, [[ones], []], 1.0)
-    with pytest.raises(RuntimeError, match="zero size"):
-        kernels.multi_tensor_l2norm(64, flag, [[torch.ones(0)]])
-    with pytest.raises(WouldCorrupt, match="strides"):
-        kernels.multi_tensor_l2norm(64, flag, [[torch.ones(8, 8)[:, ::2]]])
-    with pytest.raises(RuntimeError, match="one type per list"):
-        kernels.multi_tensor_adam(64, flag, [[ones, ones], [ones, ones.half()], [ones] * 2, [ones] * 2], *[1] * 8)
-    with pytest.raises(WouldCorrupt, match="would be read as float32"):
-        kernels.multi_tensor_scale_tensor(64, flag, [[ones], [ones]], torch.tensor(1.0).double())
-    gemm, x = te_double.Gemm(recording.Calls()).current, torch.full((1, 1), 1 + 2.0**-12)
-    out = torch.zeros(1, 1)
-    gemm(x, torch.ones(1, 1), layout="NT", grad=True, out=out, out_dtype=torch.float32)
-    assert float(out) == 1.0  # TF32
-    with pytest.raises(ValueError, match="not contiguous"):
-        gemm(x, x, layout="NT", grad=True, out=torch.zeros(4, 4).t(), out_dtype=torch.float32)
-    with pytest.raises(RuntimeError, match="invalid value"):
-        gemm(torch.ones(0, 2), torch.ones(0, 2), layout="NT", grad=True, out=torch.zeros(2, 2), out_dtype=torch.float32)
-
-
-def test_gemms_of_the_doubles_take_strided_operands_for_dense_ones():
-    x, dy = torch.arange(16.0).view(4, 4).bfloat16().t(), torch.eye(4).bfloat16()
-    out = torch.zeros(4, 4)
-    apex_double.Wgrad(recording.Calls()).wgrad_gemm_accum_fp32(x, dy, out)
-    assert torch.equal(out, x.t().float())
-    te_double.Gemm(recording.Calls()).current(x, dy, layout="NT", grad=True, out=out, out_dtype=torch.float32)
-    assert torch.equal(out, x.t().float())
-
-
-# The libraries' optimizers, wrapped
-
-FUSED_ADAMS = {"apex": apex_double.FusedAdam, "te": te_double.FusedAdam}
-
-
-def make_net():
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)).bfloat16()
-
-
-def loss_of(net, number):
-    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(number)).bfloat16()
-    return net(x).float().square().mean()
-
-
-@pytest.mark.parametrize("name", FUSED_ADAMS)
-def test_a_fused_adam_wrapped_ends_bit_equal_to_the_bare_one_on_fp32_copies(name):
-    cls, settings = FUSED_ADAMS[name], {"lr": 0.01, "weight_decay": 0.1}
-    net, twin = make_net(), make_net()
-    optimizer = FusedMainGradOptimizer(cls(net.parameters(), **settings))
-    reference = Reference(twin, lambda groups: cls(groups[0], **settings))
-    start = [param.detach().clone() for param in net.parameters()]
-    for window in range(6):
-        for micro_batch in range(2):
-            loss_of(net, 2 * window + micro_batch).backward()
-            reference.backward(loss_of(twin, 2 * window + micro_batch))
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step()
-        assert optimizer.param_groups[0]["step"] == reference.optimizer.param_groups[0]["step"] == window + 1
-        for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-            assert torch.isfinite(ours).all()
-            assert torch.equal(ours, theirs)
-    state = optimizer.state_dict()["state"]
-    for index, main in enumerate(reference.mains.values()):
-        assert torch.equal(state[index]["main_param"], main)
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert state[index][key].dtype is torch.float32
-            assert torch.equal(state[index][key], reference.optimizer.state[main][key])
-    assert any(not torch.equal(before, param) for before, param in zip(start, net.parameters(), strict=True))
-
-
-def test_fused_adams_clear_as_the_real_ones_do():
-    param = nn.Parameter(torch.ones(4))
-    apex, te = apex_double.FusedAdam([param]), te_double.FusedAdam([param])
-    with pytest.raises(TypeError):
-        apex.zero_grad(set_to_none=True)
-    te.zero_grad(set_to_none=True)
-    for cls in FUSED_ADAMS.values():
-        with pytest.raises(RuntimeError, match="AMSGrad"):
-            cls([param], amsgrad=True)
