@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fusedopt import FusedMainGradOptimizer
-from tests.models import Mlp, loss_of, train
+from tests.models import Mlp, train
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def loss_of(net: Mlp, number: int) -> Tensor:
+    """Return the mean square of outputs: it moves many weights, so that clamping them is no edit of a few elements."""
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(100 + number))
+    return net(x).square().mean()
 
 
 class Wrapped:
@@ -17,7 +24,7 @@ class Wrapped:
         self.net = Mlp(dtype, has_norm=False)
         self.inner = (make or (lambda params: torch.optim.SGD(params, lr=0.01)))(self.net.parameters())
         self.optimizer = FusedMainGradOptimizer(self.inner)
-        train(self.net, self.optimizer, range(num_steps))
+        train(self.net, self.optimizer, range(num_steps), loss_of=loss_of)
         self.weight = self.net.first.weight
 
     @property
@@ -33,7 +40,7 @@ class Wrapped:
         return loss_of(self.net, number)
 
     def train(self, number):
-        train(self.net, self.optimizer, [number])
+        train(self.net, self.optimizer, [number], loss_of=loss_of)
 
     def step_without_gradients(self):
         """A step that moves nothing by itself: what it changes came from outside."""

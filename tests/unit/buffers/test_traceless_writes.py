@@ -9,8 +9,7 @@ from torch import nn
 from fusedopt import FusedMainGradOptimizer
 from fusedopt.buffers import sample
 from tests.compare import bits
-from tests.models import loss_of
-from tests.outside_cases import LOW, ThroughData, Wrapped
+from tests.outside_cases import LOW, ThroughData, Wrapped, loss_of
 from tests.reference import Reference
 
 DTYPES = {**LOW, "fp32": torch.float32}
