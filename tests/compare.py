@@ -53,6 +53,13 @@ def main_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [state[index]["main_param"] for index in range(len(state))]
 
 
+def everything(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return copies of parameters, main_params and inner state: what a skipped step must leave alone."""
+    tensors = [*net.parameters(), *(entry.main_param for entry in optimizer._buffers.entries)]
+    tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
 def snapshot(net: nn.Module) -> dict[str, Tensor]:
     """Return copies of the parameters by name."""
     return {name: param.detach().clone() for name, param in net.named_parameters()}

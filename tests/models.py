@@ -170,6 +170,15 @@ def muon_and_adamw(net: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
 
 
+INNERS = {
+    "loop": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=False),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "fused sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, fused=True),
+}
+"""AdamW in each of its forms, and a fused SGD: the forms take roads of their own through a step."""
+
+
 def train(
     net: nn.Module,
     optimizer: torch.optim.Optimizer,

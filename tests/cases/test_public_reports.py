@@ -21,7 +21,7 @@ COVERED_BY = {
     ),
     "N21 (2**31 elements)": "unit/sharding/test_layout.py",
     "N31 (why 18 bytes)": "unit/step/test_step.py::test_memory_report_counts_what_was_allocated",
-    "N40 (zero gradients are legal)": "unit/step/test_step.py::test_a_step_of_zero_gradients_is_an_ordinary_step",
+    "N40 (zero gradients are legal)": "unit/gradients/test_clip.py::test_a_step_of_zero_gradients_is_an_ordinary_step",
     "N45, H18 (bf16 nan unnoticed)": (
         "unit/step/test_step.py::test_skip_leaves_parameters_state_and_step_counts_untouched"
     ),
