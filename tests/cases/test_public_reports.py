@@ -34,7 +34,7 @@ COVERED_BY = {
     ),
     "N42, N43, H21 (GradScaler)": "parity/test_grad_scaler.py",
     "N46, H22 (a wrapper that is no Optimizer)": "unit/test_protocol.py",
-    "N34, H2, H33 (state changes dtype on resume)": "unit/state/test_state.py",
+    "N34, H2, H33 (state changes dtype on resume)": "unit/state/test_state_kinds.py",
     "H27 (pickling)": "unit/inner/test_copies.py",
     "H32 (weights_only)": "unit/state/test_state.py",
     "H20, H23 (accelerate)": "ecosystem/test_accelerate_loop.py",

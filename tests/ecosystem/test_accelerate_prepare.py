@@ -28,13 +28,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 K = cases.K
 
 
-@pytest.fixture(autouse=True)
-def _accelerate_starts_anew():
-    cases.forget_accelerators()
-    yield
-    cases.forget_accelerators()
-
-
 def batches_of(loop):
     return [tokens for (tokens,) in loop.loader]
 

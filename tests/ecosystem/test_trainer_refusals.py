@@ -13,13 +13,6 @@ from fusedopt.integrations.transformers import FusedOptArguments, FusedOptTraine
 from tests import trainer_cases as cases
 
 
-@pytest.fixture(autouse=True)
-def _accelerate_starts_anew():
-    cases.forget_accelerators()
-    yield
-    cases.forget_accelerators()
-
-
 @pytest.fixture
 def args(tmp_path):
     return cases.training_arguments(tmp_path)
