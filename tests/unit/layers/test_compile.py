@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedopt
 from fusedopt import FusedLinear, MainGradFunction
+from tests.models import integers
 
 ORDERS = ["f1 b1 f2 b2", "f1 f2 b1 b2"]
 # Raised inside torch's own compiler stack (2.13), the third on any attribute of a ctx, the last on any graph break.
@@ -35,10 +36,6 @@ def _fresh_dynamo(request):
     counters.clear()
     yield
     torch._dynamo.reset()
-
-
-def integers(*shape, limit=3, dtype=torch.bfloat16):
-    return torch.randint(-limit, limit + 1, shape).to(dtype)
 
 
 class Model(nn.Module):
