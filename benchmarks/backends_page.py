@@ -31,10 +31,10 @@ NEEDS = {
     "transformer_engine": "TransformerEngine for PyTorch",
 }
 TESTED = {
-    "torch": "`tests/unit/test_backends.py`, the whole suite",
-    "triton": "`tests/unit/test_triton_ops.py`, in Triton's interpreter",
-    "apex": "`tests/unit/test_adapters.py`, against a double",
-    "transformer_engine": "`tests/unit/test_adapters.py`, `test_te_modules.py`, against doubles",
+    "torch": "`tests/unit/backends/test_backends.py`, the whole suite",
+    "triton": "`tests/unit/backends/test_triton_ops.py`, `test_triton_step.py`, in Triton's interpreter",
+    "apex": "`tests/unit/backends/test_adapters.py`, against a double",
+    "transformer_engine": "`tests/unit/backends/test_adapters.py`, `test_te_modules.py`, against doubles",
 }
 
 

@@ -1,6 +1,6 @@
 """Bytes per parameter as allocated, against the formula and `memory_report()`; and the peak while wrapping.
 
-Nothing here is timed: the figures are the same at every run, and tests/unit/test_memory.py holds them.
+Nothing here is timed: the figures are the same at every run, and tests/unit/buffers/test_memory.py holds them.
 """
 
 from __future__ import annotations

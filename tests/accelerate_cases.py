@@ -41,19 +41,22 @@ def forget_accelerators():
 
 
 class Net(nn.Module):
-    """Twelve parameters' worth of everything: an embedding, frozen weights, a norm, a buffer, a head with a bias."""
+    """Everything once: an embedding, a norm, a head with a bias; with ``has_frozen`` frozen weights and a buffer."""
 
-    def __init__(self, dtype, seed=0):
+    def __init__(self, dtype, seed=0, *, has_frozen=True):
         super().__init__()
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(9, 6, dtype=dtype)
-        self.frozen = nn.Linear(6, 6, dtype=dtype).requires_grad_(False)
+        self.frozen = nn.Linear(6, 6, dtype=dtype).requires_grad_(False) if has_frozen else None
         self.norm = nn.LayerNorm(6, dtype=dtype)
-        self.register_buffer("shift", torch.randn(6).to(dtype))
+        self.register_buffer("shift", torch.randn(6).to(dtype) if has_frozen else None)
         self.head = nn.Linear(6, 9, dtype=dtype)
 
     def forward(self, tokens):
-        return self.head(torch.tanh(self.norm(self.frozen(self.embedding(tokens)) + self.shift))).float()
+        x = self.embedding(tokens)
+        if self.frozen is not None:
+            x = self.frozen(x) + self.shift
+        return self.head(torch.tanh(self.norm(x))).float()
 
 
 def loss_of(net, tokens):

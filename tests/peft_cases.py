@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.models import tiny_llama
 
 WARNING = "`is_gradient_checkpointing` is deprecated|Model has `tie_word_embeddings=True`|Could not find a config file"
 """PEFT asks transformers 5 for a property that it renamed; before 0.21 it takes an untied head for a tied one, and
@@ -16,17 +17,7 @@ NUM_ADAPTED = 2 * 2 * len(TARGETS)  # two layers, an A and a B each
 
 
 def make_base(seed=0):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-    return LlamaForCausalLM(config).bfloat16()
+    return tiny_llama(seed=seed, vocab_size=VOCABULARY, max_position_embeddings=32)
 
 
 def lora(saves_head=True):

@@ -6,15 +6,18 @@ The loop is plain torch over `reference.Reference`: fp32 main parameters, fp32 s
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import warnings
 
 import torch
 import transformers
-from reference import Reference
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import TrainingArguments
+
+from tests import accelerate_cases
+from tests.accelerate_cases import forget_accelerators as forget_accelerators
+from tests.models import tiny_llama
+from tests.reference import Reference
 
 VOCABULARY, LENGTH = 61, 12
 FIRST_COUNTED = int(tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 10))
@@ -24,19 +27,7 @@ NORM_BOUND = 1024 * 2**-24 / 2  # relative, of the wrapper's 2-norm: torch_ops.n
 
 
 def make_model(tied=False, dtype=torch.bfloat16, seed=0, **settings):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        **settings,
-    )
-    return LlamaForCausalLM(config).to(dtype)
+    return tiny_llama(dtype, seed, vocab_size=VOCABULARY, tie_word_embeddings=tied, **settings)
 
 
 def make_data(num_examples, seed=1):
@@ -83,25 +74,9 @@ def quiet(trainer):
 
 
 def as_rank(rank, world_size):
-    """Tell accelerate what torchrun would have."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "OMP_NUM_THREADS": "1",
-    }
+    """Tell accelerate what torchrun would have, and let transformers warn."""
+    accelerate_cases.as_rank(rank, world_size)
     warnings.filterwarnings("default")
-
-
-def forget_accelerators():
-    """accelerate keeps its state in class attributes, across tests."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 @dataclasses.dataclass

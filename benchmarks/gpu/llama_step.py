@@ -86,7 +86,7 @@ def run(section: Section) -> None:
 def run_compiled(section: Section) -> None:
     """Time steps whose layers are compiled, one by one; slow to compile, so a run of its own."""
     if section.is_tiny:
-        section.left_out("compiled", "a rehearsal compiles nothing: tests/unit/test_compile.py does")
+        section.left_out("compiled", "a rehearsal compiles nothing: tests/unit/layers/test_compile.py does")
         return
     if tuple(map(int, torch.__version__.split(".")[:2])) < COMPILING_WANTS:
         section.left_out("compiled", f"torch is {torch.__version__}; a wrapped model compiles with 2.13 and later")

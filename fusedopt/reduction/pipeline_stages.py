@@ -36,16 +36,12 @@ class StageEdits:
     Args:
         buffers: its gradients.
         bring_back: a method, held weakly; brings back what was launched of them; a division must not miss it.
+        module: torch's, whose stages are followed from now on.
     """
 
-    def __init__(self, buffers: Buffers, bring_back: Callable[[], None]) -> None:
+    def __init__(self, buffers: Buffers, bring_back: Callable[[], None], module: Any) -> None:
         self._buffers = buffers
         self._bring_back = weakref.WeakMethod(bring_back)
-
-    def listen(self, module: Any) -> None:
-        """Follow all stages of torch's ``module`` from now on."""
-        if self in _listeners:
-            return
         if not _wrapped:
             _wrap(stage_base(module), "scale_grads", StageEdits.dividing)
             _wrap(stage_base(module), "backward_weight_one_chunk", StageEdits.adding)

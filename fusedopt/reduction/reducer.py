@@ -107,7 +107,7 @@ class Reducer:
         self._ballot = Ballot(buffers)
         self._transport = Transport(comm, buffers)
         self._watch = BackwardWatch(self, _meet)
-        self._stage_edits = StageEdits(buffers, self._bring_back)
+        self._stage_edits: StageEdits | None = None  # as long as torch's module is not loaded, there are no stages
         self.serial = next(_serials)
         if comm.is_open and comm.channel is not None:
             comm.channel.enter(self)
@@ -448,8 +448,8 @@ class Reducer:
     # -- edits from outside
 
     def _follow_stages(self) -> None:
-        if self._comm.world_size > 1 and STAGE_MODULE in sys.modules:  # not loaded: there is none
-            self._stage_edits.listen(sys.modules[STAGE_MODULE])
+        if self._stage_edits is None and self._comm.world_size > 1 and STAGE_MODULE in sys.modules:
+            self._stage_edits = StageEdits(self._buffers, self._bring_back, sys.modules[STAGE_MODULE])
 
     def _bring_back(self) -> None:
         if self._round.has_begun:

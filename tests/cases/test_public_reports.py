@@ -17,22 +17,26 @@ import fusedopt
 COVERED_BY = {
     # id: test that holds the requirement
     "N15 (256 + 1 must be 257)": (
-        "unit/test_gradients.py::test_256_then_1_is_257_over_micro_batches_for_every_kind_of_parameter"
+        "unit/gradients/test_gradients.py::test_256_then_1_is_257_over_micro_batches_for_every_kind_of_parameter"
     ),
-    "N21 (2**31 elements)": "unit/test_layout.py",
-    "N31 (why 18 bytes)": "unit/test_step.py::test_memory_report_counts_what_was_allocated",
-    "N40 (zero gradients are legal)": "unit/test_step.py::test_a_step_of_zero_gradients_is_an_ordinary_step",
-    "N45, H18 (bf16 nan unnoticed)": "unit/test_step.py::test_skip_leaves_parameters_state_and_step_counts_untouched",
-    "H4 (4096 equal micro-gradients)": "unit/test_gradients.py::test_4096_equal_micro_gradients_sum_exactly",
-    "H45 (stale value after a clear)": "unit/test_gradients.py::test_every_way_of_clearing_clears_all_that_came_before",
+    "N21 (2**31 elements)": "unit/sharding/test_layout.py",
+    "N31 (why 18 bytes)": "unit/step/test_step.py::test_memory_report_counts_what_was_allocated",
+    "N40 (zero gradients are legal)": "unit/gradients/test_clip.py::test_a_step_of_zero_gradients_is_an_ordinary_step",
+    "N45, H18 (bf16 nan unnoticed)": (
+        "unit/step/test_step.py::test_skip_leaves_parameters_state_and_step_counts_untouched"
+    ),
+    "H4 (4096 equal micro-gradients)": "unit/gradients/test_gradients.py::test_4096_equal_micro_gradients_sum_exactly",
+    "H45 (stale value after a clear)": (
+        "unit/gradients/test_gradients.py::test_every_way_of_clearing_clears_all_that_came_before"
+    ),
     "H47, N8 (hooks fire per reentrant region)": (
-        "unit/test_gradients.py::test_reentrant_and_non_reentrant_checkpoints_accumulate_as_without"
+        "unit/gradients/test_gradients.py::test_reentrant_and_non_reentrant_checkpoints_accumulate_as_without"
     ),
     "N42, N43, H21 (GradScaler)": "parity/test_grad_scaler.py",
     "N46, H22 (a wrapper that is no Optimizer)": "unit/test_protocol.py",
-    "N34, H2, H33 (state changes dtype on resume)": "unit/test_state.py",
-    "H27 (pickling)": "unit/test_copies.py",
-    "H32 (weights_only)": "unit/test_state.py",
+    "N34, H2, H33 (state changes dtype on resume)": "unit/state/test_state_kinds.py",
+    "H27 (pickling)": "unit/inner/test_copies.py",
+    "H32 (weights_only)": "unit/state/test_state.py",
     "H20, H23 (accelerate)": "ecosystem/test_accelerate_loop.py",
     "N37 (LoRA, empty groups)": "ecosystem/test_peft_style.py",
 }

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import warnings
 
-import accelerate_cases as cases
 import pytest
 import torch
 from launcher import at, run
@@ -12,6 +11,7 @@ from torch import nn
 
 import fusedopt
 from fusedopt.integrations.accelerate import prepare
+from tests import accelerate_cases as cases
 
 SHARDS = ("none", "optimizer", "gradients")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -252,7 +252,7 @@ def test_states_resume_bit_equal_in_a_fresh_process_under_other_shards_and_on_an
 
 def adapters(rank, folder):
     """Train LoRA adapters in every shard, by accelerate and without; save one, and load it into the others' shards."""
-    import peft_cases
+    from tests import peft_cases
 
     cases.as_rank(rank, 2)
     warnings.filterwarnings("ignore", message=peft_cases.WARNING)

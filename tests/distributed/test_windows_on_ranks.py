@@ -6,9 +6,9 @@ import pytest
 import torch
 from launcher import run
 from torch import nn
-from window_twin import WindowTwin
 
 import fusedopt
+from tests.window_twin import WindowTwin
 
 SHARDS = ("none", "optimizer", "gradients")
 

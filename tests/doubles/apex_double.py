@@ -10,8 +10,9 @@ import contextlib
 from types import ModuleType
 
 import torch
-from doubles import recording
-from doubles.recording import Call, Calls, WouldCorrupt
+
+from tests.doubles import recording
+from tests.doubles.recording import Call, Calls, WouldCorrupt
 
 MAX_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 MAX_BLOCKS = 320

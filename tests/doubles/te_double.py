@@ -10,8 +10,9 @@ import contextlib
 from types import ModuleType
 
 import torch
-from doubles import recording
-from doubles.recording import Call, Calls, WouldCorrupt
+
+from tests.doubles import recording
+from tests.doubles.recording import Call, Calls, WouldCorrupt
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PACKAGE = "transformer_engine.pytorch"

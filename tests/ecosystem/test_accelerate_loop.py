@@ -1,62 +1,26 @@
 """Claims about accelerate's plain loop, one process: prepare, accumulate, clip, step, save and resume."""
 
 import copy
+import functools
 import math
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from reference import Reference
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, TensorDataset
 
 from fusedopt import FusedMainGradOptimizer
+from tests import accelerate_cases
+from tests.accelerate_cases import NUM_EXAMPLES, K, forget_accelerators, halving, loss_of, make_loader
+from tests.compare import assert_is_finite_and_moved
+from tests.reference import Reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-K = 4
-NUM_EXAMPLES = 44  # eleven micro-batches of four: windows of 4, 4 and 3
 NUM_WINDOWS = math.ceil(NUM_EXAMPLES / 4 / K)
 
-
-def forget_accelerators():
-    """accelerate keeps its state in class attributes, across tests."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-
-
-@pytest.fixture(autouse=True)
-def _accelerate_starts_anew():
-    forget_accelerators()
-    yield
-    forget_accelerators()
-
-
-class Net(nn.Module):
-    def __init__(self, dtype, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embedding = nn.Embedding(9, 6, dtype=dtype)
-        self.norm = nn.LayerNorm(6, dtype=dtype)
-        self.head = nn.Linear(6, 9, dtype=dtype)
-
-    def forward(self, tokens):
-        return self.head(torch.tanh(self.norm(self.embedding(tokens)))).float()
-
-
-def loss_of(net, tokens):
-    return nn.functional.cross_entropy(net(tokens), (tokens * 2) % 9)
-
-
-def make_loader():
-    tokens = torch.randint(0, 9, (NUM_EXAMPLES,), generator=torch.Generator().manual_seed(0))
-    return DataLoader(TensorDataset(tokens), batch_size=4)
-
-
-def halving(optimizer):
-    return LambdaLR(optimizer, lambda step: 0.5**step)
+Net = functools.partial(accelerate_cases.Net, has_frozen=False)
 
 
 class Loop:
@@ -101,12 +65,6 @@ def windows():
     return [batches[i : i + K] for i in range(0, len(batches), K)]
 
 
-def assert_is_finite_and_moved(net):
-    for param, start in zip(net.parameters(), Net(net.head.weight.dtype).parameters(), strict=True):
-        assert torch.isfinite(param).all()
-        assert not torch.equal(param, start)
-
-
 def test_prepare_recognises_the_wrapper_and_moves_nothing():
     net = Net(torch.bfloat16)
     wrapper = FusedMainGradOptimizer(torch.optim.AdamW(net.parameters(), lr=0.02))
@@ -137,7 +95,7 @@ def test_the_loop_equals_the_reference_bit_for_bit(dtype):
         assert len(set(rates)) == NUM_WINDOWS + 1 == 4
     assert num_windows == loop.inner.state[loop.inner.param_groups[0]["params"][0]]["step"] == 6
     assert loop.inner.param_groups[0]["params"][0].dtype is torch.float32
-    assert_is_finite_and_moved(loop.bare_net)
+    assert_is_finite_and_moved(loop.bare_net, Net(loop.bare_net.head.weight.dtype))
     for ours, theirs in zip(loop.bare_net.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -158,7 +116,7 @@ def test_on_fp32_the_loop_equals_the_same_loop_over_the_bare_optimizer(make):
         bare_net, bare, make_loader(), halving(bare)
     )
     assert [stock.epoch()[1] for _ in range(2)] == rates
-    assert_is_finite_and_moved(bare_net)
+    assert_is_finite_and_moved(bare_net, Net(bare_net.head.weight.dtype))
     for ours, theirs in zip(loop.bare_net.parameters(), bare_net.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -182,7 +140,7 @@ def test_clipping_sees_whole_fp32_gradients_and_the_norm_is_not_zero(dtype):
             assert torch.equal(norm, expected)  # torch's own clip on the same gradients
             reference.step()
             scheduler.step()
-    assert_is_finite_and_moved(loop.bare_net)
+    assert_is_finite_and_moved(loop.bare_net, Net(loop.bare_net.head.weight.dtype))
     for ours, theirs in zip(loop.bare_net.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -225,7 +183,7 @@ def test_the_wrappers_own_clipping_works_as_well():
         reference.sums = {param: total * coefficient for param, total in reference.sums.items()}
         reference.step()
         scheduler.step()
-    assert_is_finite_and_moved(loop.bare_net)
+    assert_is_finite_and_moved(loop.bare_net, Net(loop.bare_net.head.weight.dtype))
     for ours, theirs in zip(loop.bare_net.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -255,7 +213,7 @@ def test_save_state_and_load_state_resume_bit_equal_in_a_fresh_process_state(dty
     loop.epoch()
     later = loop.bits()
     assert later != at_save
-    assert_is_finite_and_moved(loop.bare_net)
+    assert_is_finite_and_moved(loop.bare_net, Net(loop.bare_net.head.weight.dtype))
     forget_accelerators()
 
     resumed = Loop(dtype, seed=7)

@@ -3,7 +3,6 @@
 import gc
 import weakref
 
-import accelerate_cases as cases
 import pytest
 import torch
 from accelerate import Accelerator
@@ -16,23 +15,17 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     TorchDynamoPlugin,
 )
-from reference import Reference
 from torch import nn
 from torch.utils.data import DataLoader
 
 import fusedopt
 from fusedopt.integrations.accelerate import prepare
 from fusedopt.integrations.arguments import FusedOptArguments
+from tests import accelerate_cases as cases
+from tests.reference import Reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 K = cases.K
-
-
-@pytest.fixture(autouse=True)
-def _accelerate_starts_anew():
-    cases.forget_accelerators()
-    yield
-    cases.forget_accelerators()
 
 
 def batches_of(loop):

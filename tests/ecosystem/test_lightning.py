@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
+from tests.compare import assert_equal_parameters
+from tests.models import Mlp
 
 pl = pytest.importorskip("pytorch_lightning", reason="pip install -r requirements-dev.txt")
 tuner = pytest.importorskip("pytorch_lightning.tuner")
@@ -30,8 +32,7 @@ class Module(pl.LightningModule):
 
     def __init__(self, rewrap=True):
         super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).bfloat16()
+        self.net = Mlp(sizes=(4, 8, 4))
         self.lr = 1e-2
         self.rewrap = rewrap
 
@@ -45,7 +46,7 @@ class Module(pl.LightningModule):
 
 
 def loss_of(net, x):
-    return net(x.bfloat16()).float().square().mean()
+    return net(x).square().mean()
 
 
 def batches():
@@ -76,12 +77,6 @@ def by_hand(num_fits, clip=None, num_accumulated=1):
     return module
 
 
-def assert_equal(module, other):
-    for ours, theirs in zip(module.parameters(), other.parameters(), strict=True):
-        assert torch.isfinite(ours).all()
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize(
     ("settings", "same"),
     [({}, {}), ({"gradient_clip_val": 0.05}, {"clip": 0.05}), ({"accumulate_grad_batches": 2}, {"num_accumulated": 2})],
@@ -93,7 +88,7 @@ def test_a_fit_and_a_second_one_end_as_the_loop_by_hand(tmp_path, settings, same
     for number in (1, 2):
         runs.fit_loop.max_epochs = number
         runs.fit(module, batches())
-        assert_equal(module, by_hand(number, **same))
+        assert_equal_parameters(module, by_hand(number, **same))
     assert all(param.main_grad.dtype is torch.float32 for param in module.parameters())
 
 
@@ -103,7 +98,7 @@ def test_finding_a_learning_rate_and_then_fitting_ends_as_fitting_alone(tmp_path
     tuner.Tuner(runs).lr_find(module, batches(), num_training=12, min_lr=1e-3, max_lr=1e-2, update_attr=False)
     runs.fit(module, batches())
     trainer(tmp_path).fit(alone, batches())
-    assert_equal(module, alone)
+    assert_equal_parameters(module, alone)
 
 
 def test_a_fit_that_resumes_ends_as_one_that_was_not_interrupted(tmp_path):
@@ -114,7 +109,7 @@ def test_a_fit_that_resumes_ends_as_one_that_was_not_interrupted(tmp_path):
     runs.save_checkpoint(tmp_path / "half.ckpt")
     for resumed in (module, Module()):
         trainer(tmp_path, max_epochs=2).fit(resumed, batches(), ckpt_path=tmp_path / "half.ckpt")
-        assert_equal(resumed, whole)
+        assert_equal_parameters(resumed, whole)
 
 
 def test_the_block_of_the_page_runs_as_printed(tmp_path, monkeypatch):

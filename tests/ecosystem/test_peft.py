@@ -5,19 +5,19 @@ tests/ecosystem/test_peft_style.py makes the same claims, and more, about layers
 
 import gc
 
-import accelerate_cases
-import peft_cases
 import pytest
 import torch
 from peft import PeftModel
-from peft_cases import LENGTH, MAX_NORM, NUM_ADAPTED, adamw, lora, loss_of, make_base, make_model, trainable
-from reference import Reference
 from safetensors.torch import load_file
 from torch import nn
 
 import fusedopt
 from fusedopt import FusedMainGradOptimizer
 from fusedopt.integrations.accelerate import prepare
+from tests import accelerate_cases, peft_cases
+from tests.compare import assert_equal_parameters, bits, snapshot
+from tests.peft_cases import LENGTH, MAX_NORM, NUM_ADAPTED, adamw, lora, loss_of, make_base, make_model, trainable
+from tests.reference import Reference
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{peft_cases.WARNING}")
 
@@ -44,26 +44,9 @@ def train_reference(reference, windows):
         reference.step()
 
 
-def bits(tensor):
-    return tensor.detach().clone().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
-def assert_bit_equal(model, twin):
-    ours, theirs = dict(model.named_parameters()), dict(twin.named_parameters())
-    assert ours.keys() == theirs.keys()
-    for name, param in ours.items():
-        assert torch.isfinite(param).all(), name
-        assert param.dtype is theirs[name].dtype, name
-        assert torch.equal(bits(param), bits(theirs[name])), name
-
-
 def assert_only_trainable_moved(model, start):
     for name, param in model.named_parameters():
         assert torch.equal(bits(param), bits(start[name])) is not param.requires_grad, name
-
-
-def copied(model):
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
 def assert_buffers_cover(optimizer, model):
@@ -86,7 +69,7 @@ def assert_buffers_cover(optimizer, model):
 @pytest.mark.parametrize("autocasts", [True, False], ids=["fp32 adapters", "bf16 adapters"])
 def test_adapters_and_a_saved_module_train_as_the_reference_does(autocasts, max_norm):
     model, twin = (make_model(autocast_adapter_dtype=autocasts) for _ in range(2))
-    start = copied(model)
+    start = snapshot(model)
     dtypes = {name: param.dtype for name, param in trainable(model).items()}
     assert len(dtypes) == NUM_ADAPTED + 1
     assert sum(dtype is torch.float32 for dtype in dtypes.values()) == (NUM_ADAPTED if autocasts else 0)
@@ -102,7 +85,7 @@ def test_adapters_and_a_saved_module_train_as_the_reference_does(autocasts, max_
     )
     train(model, optimizer, range(4), max_norm)
     train_reference(reference, range(4))
-    assert_bit_equal(model, twin)
+    assert_equal_parameters(model, twin)
     assert_only_trainable_moved(model, start)
 
 
@@ -127,7 +110,7 @@ def test_accelerates_loop_trains_a_peft_model_as_the_plain_loop():
     assert prepared is model
     assert ours.param_groups[0]["param_names"] == list(trainable(model))
     plain = FusedMainGradOptimizer(adamw(trainable(twin).values()), max_grad_norm=MAX_NORM)
-    start = copied(model)
+    start = snapshot(model)
     for number in range(4):
         accelerator.backward(loss_of(prepared, number))
         ours.step()
@@ -135,7 +118,7 @@ def test_accelerates_loop_trains_a_peft_model_as_the_plain_loop():
         loss_of(twin, number).backward()
         plain.step()
         plain.zero_grad()
-    assert_bit_equal(model, twin)
+    assert_equal_parameters(model, twin)
     assert_only_trainable_moved(model, start)
     accelerate_cases.forget_accelerators()
 
@@ -160,7 +143,7 @@ def test_saving_writes_the_adapter_and_no_byte_more_and_loads_on_a_fresh_base(tm
     assert not any("main" in key for key in saved)
 
     loaded = PeftModel.from_pretrained(make_base(), tmp_path / "ours", is_trainable=True)
-    assert_bit_equal(loaded, model)
+    assert_equal_parameters(loaded, model)
 
 
 def test_a_resumed_adapter_run_is_bit_equal(tmp_path):
@@ -173,10 +156,10 @@ def test_a_resumed_adapter_run_is_bit_equal(tmp_path):
     resumed.train()
     resumed_optimizer = FusedMainGradOptimizer(with_an_empty_group(list(trainable(resumed).values())))
     resumed_optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    start = copied(model)
+    start = snapshot(model)
     train(model, optimizer, range(3, 6))
     train(resumed, resumed_optimizer, range(3, 6))
-    assert_bit_equal(resumed, model)
+    assert_equal_parameters(resumed, model)
     assert_only_trainable_moved(model, start)
 
 
@@ -191,7 +174,7 @@ def test_merge_and_unload_gives_the_base_with_the_reference_weights_and_leaves_n
     merged, needed = model.merge_and_unload(), twin.merge_and_unload()
     assert merged.model.layers[0].self_attn.q_proj.weight is query
     assert not torch.equal(query, before)
-    assert_bit_equal(merged, needed)
+    assert_equal_parameters(merged, needed)
     optimizer.unwrap()
     del optimizer
     gc.collect()
@@ -227,10 +210,10 @@ def test_an_adapter_added_later_trains_as_the_reference_after_add_param_group():
     reference.optimizer.add_param_group({"params": mains, "lr": 0.05})
     reference.mains.update(zip(twins, mains, strict=True))
     reference.params = twins
-    start = copied(model)
+    start = snapshot(model)
     train(model, optimizer, range(2, 6))
     train_reference(reference, range(2, 6))
-    assert_bit_equal(model, twin)
+    assert_equal_parameters(model, twin)
     assert_only_trainable_moved(model, start)
 
 
@@ -247,12 +230,12 @@ def test_a_switch_to_an_adapter_that_was_frozen_in_the_group_says_what_to_do_and
         loss_of(model, 0).backward()
     model.zero_grad()
     for round_number, name in enumerate(("other", "default", "other")):
-        start = copied(model)
+        start = snapshot(model)
         for each, optimizer in zip((model, twin), optimizers, strict=True):
             each.set_adapter(name)
             optimizer.zero_grad()
             train(each, optimizer, range(2 + 2 * round_number, 4 + 2 * round_number))
-        assert_bit_equal(model, twin)
+        assert_equal_parameters(model, twin)
         assert_only_trainable_moved(model, start)
 
 
@@ -273,7 +256,7 @@ def test_convert_linears_takes_adapters_and_the_saved_module_and_says_that_the_b
 def test_fused_adapters_train_bit_equal_to_plain_ones_window_by_window(saves_head):
     """A gradient goes straight into main_grad: where that is zero the sum is the product, bit for bit."""
     models = [make_model(saves_head) for _ in range(2)]
-    start = copied(models[0])
+    start = snapshot(models[0])
     report = fusedopt.convert_linears(models[0], exclude="*.lm_head.*" if saves_head else None)
     assert len(report.converted) == NUM_ADAPTED
     optimizers = [FusedMainGradOptimizer(adamw(trainable(model).values())) for model in models]
@@ -282,7 +265,7 @@ def test_fused_adapters_train_bit_equal_to_plain_ones_window_by_window(saves_hea
             loss_of(model, number).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_bit_equal(*models)
+    assert_equal_parameters(*models)
     assert_only_trainable_moved(models[0], start)
 
 
@@ -307,7 +290,7 @@ KINDS = ("transformers", "transformers reentrant", "fusedopt", "fusedopt reentra
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputation_over_a_frozen_base_changes_no_bit(kind, is_fused):
     models = [recomputing(make_model(), each) for each in ("kept", kind)]
-    start = copied(models[0])
+    start = snapshot(models[0])
     num_forwards = []
     layer = models[1].base_model.model.model.layers[1].mlp
     layer.register_forward_pre_hook(lambda *_: num_forwards.append(1))  # a recomputation may stop inside
@@ -316,7 +299,7 @@ def test_recomputation_over_a_frozen_base_changes_no_bit(kind, is_fused):
             assert fusedopt.convert_linears(model).converted
         train(model, FusedMainGradOptimizer(adamw(trainable(model).values())), range(3))
     assert len(num_forwards) == 2 * 6  # each of six micro-batches twice
-    assert_bit_equal(*models)
+    assert_equal_parameters(*models)
     assert_only_trainable_moved(models[0], start)
 
 
@@ -353,7 +336,7 @@ def quantise(model, storage, requires_grad=False):
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16], ids=["uint8", "bf16 storage"])
 def test_adapters_train_over_a_frozen_quantised_base(storage):
     model = quantise(make_model(saves_head=False), storage)
-    start = copied(model)
+    start = snapshot(model)
     optimizer = FusedMainGradOptimizer(adamw(model.parameters()))
     report = fusedopt.convert_linears(model)
     assert len(report.converted) == NUM_ADAPTED

@@ -5,14 +5,17 @@ base's dtype, the second parameter group empty).
 """
 
 import copy
+import functools
 import io
 
 import pytest
 import torch
-from reference import Reference
 from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
+from tests import models
+from tests.compare import assert_equal_parameters, bits
+from tests.reference import Reference
 
 WIDTH, RANK, NUM_CLASSES = 96, 2, 5
 
@@ -74,32 +77,13 @@ def adamw(groups, **settings):
     return torch.optim.AdamW(groups, **{"lr": 0.02, "weight_decay": 0.1, **settings})
 
 
+train = functools.partial(models.train, loss_of=loss_of)
+train_reference = functools.partial(models.train_reference, loss_of=loss_of)
+
+
 def with_an_empty_group(params):
     """Return the groups that Trainer makes: decayed, and not decayed, of which there are none."""
     return adamw([{"params": params}, {"params": [], "weight_decay": 0.0}])
-
-
-def train(net, optimizer, numbers):
-    for number in numbers:
-        loss_of(net, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def train_reference(reference, numbers):
-    for number in numbers:
-        reference.backward(loss_of(reference.model, number))
-        reference.step()
-
-
-def bits(tensor):
-    return tensor.detach().clone().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
-def assert_bit_equal(net, twin):
-    for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-        assert torch.isfinite(ours).all()
-        assert torch.equal(bits(ours), bits(theirs))
 
 
 def assert_moved(params, starts):
@@ -163,7 +147,7 @@ def test_adapters_and_a_saved_module_train_as_the_reference_does(max_grad_norm):
         optimizer.step()
         net.zero_grad()  # as Trainer clears
         reference.step()
-        assert_bit_equal(net, twin)
+        assert_equal_parameters(net, twin)
     assert_moved(net.trainable(), starts)
 
 
@@ -176,7 +160,7 @@ def test_frozen_weights_that_are_given_to_the_optimizer_get_no_buffer_either():
     starts = [p.detach().clone() for p in net.parameters()]
     train(net, optimizer, range(3))
     train_reference(reference, range(3))
-    assert_bit_equal(net, twin)
+    assert_equal_parameters(net, twin)
     for param, start in zip(net.parameters(), starts, strict=True):
         assert torch.equal(param, start) is not param.requires_grad
 
@@ -203,7 +187,7 @@ def test_a_resumed_run_with_an_empty_group_is_bit_equal(gives_all):
     starts = [p.detach().clone() for p in resumed_net.trainable()]
     train(net, optimizer, range(3, 6))
     train(resumed_net, resumed, range(3, 6))
-    assert_bit_equal(resumed_net, net)
+    assert_equal_parameters(resumed_net, net)
     assert_moved(resumed_net.trainable(), starts)
 
 
@@ -214,7 +198,7 @@ def test_a_copied_pair_with_frozen_weights_trains_on():
     copied_net, copied = copy.deepcopy((net, optimizer))
     train(net, optimizer, range(3, 6))
     train(copied_net, copied, range(3, 6))
-    assert_bit_equal(copied_net, net)
+    assert_equal_parameters(copied_net, net)
     assert [p.requires_grad for p in copied_net.parameters()] == [p.requires_grad for p in net.parameters()]
 
 
@@ -251,7 +235,7 @@ def test_an_unfrozen_parameter_gets_buffers_at_the_next_zero_grad_or_step_and_tr
     train(net, optimizer, range(2, 6))
     train_reference(reference, range(2, 6))
     assert net.norm.weight.grad is None
-    assert_bit_equal(net, twin)
+    assert_equal_parameters(net, twin)
     assert_moved(net.trainable(), starts)
 
 
@@ -286,7 +270,7 @@ def test_unfreezing_layer_by_layer_equals_the_bare_optimizer_on_fp32():
             net.get_submodule(layer).requires_grad_(True)
             each.zero_grad()
             train(net, each, range(3 * number, 3 * number + 3))
-        assert_bit_equal(*nets)
+        assert_equal_parameters(*nets)
     starts = [p.detach() for p in Net().float().parameters()]
     assert_moved(list(nets[1].parameters()), starts)
     assert_buffers_cover(optimizer, list(nets[1].parameters()))
@@ -319,7 +303,7 @@ def test_a_refrozen_parameter_stands_still_and_trains_on_with_its_state_when_unf
         twin.head.requires_grad_(not is_frozen)
         reference.params = [p for p in reference.mains if p.requires_grad]
         train_reference(reference, numbers)
-        assert_bit_equal(net, twin)
+        assert_equal_parameters(net, twin)
         for param, kept in zip(net.head.parameters(), before, strict=True):
             assert torch.equal(bits(param), kept) is is_frozen
     steps = [int(optimizer.state[p]["step"]) for p in (net.head.weight, net.first.a["default"])]
@@ -338,7 +322,7 @@ def test_a_gradient_left_on_a_refrozen_parameter_is_stepped_as_torch_steps_it():
             optimizer.zero_grad()
             assert net.head.weight.grad is None
             net.head.requires_grad_(True)
-        assert_bit_equal(*nets)
+        assert_equal_parameters(*nets)
     assert not torch.equal(nets[1].head.weight, Net().head.weight.float())
 
 
@@ -362,7 +346,7 @@ def test_switching_adapters_trains_each_with_state_of_its_own(is_given):
         before = [bits(p) for p in idle]
         for net, optimizer in zip(nets, optimizers, strict=True):
             train(net, optimizer, range(3 * round_number, 3 * round_number + 3))
-        assert_bit_equal(*nets)
+        assert_equal_parameters(*nets)
         assert len(idle) == 4
         assert all(torch.equal(bits(p), kept) for p, kept in zip(idle, before, strict=True))
     assert int(optimizers[1].state[nets[1].first.b["other"]]["step"]) == 6
@@ -399,7 +383,7 @@ def test_adapters_added_by_add_param_group_train_as_the_reference_does(dtype):
     starts = [p.detach().clone() for p in added[0]]
     train(net, optimizer, range(3, 7))
     train_reference(reference, range(3, 7))
-    assert_bit_equal(net, twin)
+    assert_equal_parameters(net, twin)
     assert_moved(added[0], starts)
     assert len(added[0]) == 4
 
@@ -423,7 +407,7 @@ def test_an_empty_group_may_be_added_and_filled_state_dicts_still_resume():
     twin.load_state_dict(net.state_dict())
     train(net, optimizer, range(3, 6))
     train(twin, resumed, range(3, 6))
-    assert_bit_equal(twin, net)
+    assert_equal_parameters(twin, net)
 
 
 def test_merging_an_adapter_into_the_frozen_base_needs_no_word_to_the_optimizer():

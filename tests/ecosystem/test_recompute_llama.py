@@ -6,22 +6,17 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedopt
 from fusedopt import recompute
+from tests.models import tiny_llama
 
 LAYERS = 3
 
 
 def llama(attention="sdpa", dropout=0.2, dtype=torch.bfloat16, tie=False):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, attention_dropout=dropout, tie_word_embeddings=tie,
-    )  # fmt: skip
-    model = LlamaForCausalLM._from_config(config, attn_implementation=attention, dtype=dtype)
-    return model.train()
+    settings = {"attn_implementation": attention, "attention_dropout": dropout, "tie_word_embeddings": tie}
+    return tiny_llama(dtype, num_hidden_layers=LAYERS, vocab_size=64, **settings).train()
 
 
 def count_calls(model):

@@ -11,29 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from fusedopt import FusedMainGradOptimizer
+from tests.accelerate_cases import forget_accelerators
+from tests.models import tiny_llama
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def forget_accelerators():
-    """accelerate keeps its state in class attributes, across tests."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-
-
-@pytest.fixture(autouse=True)
-def _accelerate_starts_anew():
-    yield
-    forget_accelerators()
-
-
 class Net(nn.Module):
+    """All that a file may hold: layers, a parameter without dimensions, a buffer."""
+
     def __init__(self, dtype=torch.bfloat16):
         super().__init__()
         self.embedding = nn.Embedding(11, 8, dtype=dtype)
@@ -45,13 +36,6 @@ class Net(nn.Module):
 
     def forward(self, tokens):
         return self.head(torch.tanh(self.hidden(self.norm(self.embedding(tokens))) * self.scale)).float()
-
-
-def llama(dtype, tied):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=32, max_position_embeddings=16, tie_word_embeddings=tied, **sizes)
-    return LlamaForCausalLM(config).to(dtype)
 
 
 def train(net, optimizer, loss_of=lambda net: net(torch.arange(11)).square().mean()):
@@ -284,7 +268,7 @@ def test_save_pretrained_writes_the_twins_files(dtype, tied, tmp_path):
         tokens = torch.arange(12).view(2, 6)
         return net(input_ids=tokens, labels=tokens).loss
 
-    net, twin = llama(dtype, tied), llama(dtype, tied)
+    net, twin = (tiny_llama(dtype, tie_word_embeddings=tied) for _ in range(2))
     assert (net.lm_head.weight is net.model.embed_tokens.weight) is tied
     optimizer = FusedMainGradOptimizer(torch.optim.AdamW(net.parameters(), lr=0.01))
     train(net, optimizer, loss_of)

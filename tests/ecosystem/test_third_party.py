@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 
 import pytest
 import torch
@@ -10,12 +9,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from lion_pytorch import Lion
 from prodigyopt import Prodigy
-from reference import Reference
 from schedulefree import AdamWScheduleFree, SGDScheduleFree
-from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from fusedopt import FusedMainGradOptimizer
+from tests import models
+from tests.compare import assert_is_finite_and_moved, frozen, through_a_file
+from tests.models import Mlp, loss_of
+from tests.reference import Reference
 
 NUM_STEPS = 20
 
@@ -34,24 +35,6 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES = {**LOW, "fp32": torch.float32}
 
 
-class Net(nn.Module):
-    def __init__(self, dtype, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first = nn.Linear(5, 8, dtype=dtype)
-        self.norm = nn.LayerNorm(8, dtype=dtype)
-        self.second = nn.Linear(8, 3, dtype=dtype)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.norm(self.first(x.to(self.first.weight.dtype))))).float()
-
-
-def loss_of(net, number):
-    generator = torch.Generator().manual_seed(100 + number)
-    x, y = torch.randn(7, 5, generator=generator), torch.randn(7, 3, generator=generator)
-    return (net(x) - y).square().mean()
-
-
 def switch(optimizer, mode):
     """Do what schedule-free's README asks of the loop; other optimizers have no such method."""
     if hasattr(optimizer, mode):
@@ -61,45 +44,18 @@ def switch(optimizer, mode):
 def train(net, optimizer, numbers, scheduler=None):
     net.train()
     switch(optimizer, "train")
-    for number in numbers:
-        loss_of(net, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
+    models.train(net, optimizer, numbers, scheduler)
     net.eval()
     switch(optimizer, "eval")
-
-
-def frozen(value):
-    """Return ``value`` with every tensor turned into its dtype, shape and bytes: equal means bit-equal."""
-    if isinstance(value, torch.Tensor):
-        return (str(value.dtype), tuple(value.shape), value.detach().clone().reshape(-1).view(torch.uint8).tolist())
-    if isinstance(value, dict):
-        return {key: frozen(item) for key, item in value.items()}
-    return type(value)(map(frozen, value)) if type(value) in (list, tuple) else value
 
 
 def groups_of(optimizer):
     return [{key: frozen(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
 
 
-def assert_is_finite_and_moved(net):
-    for param, start in zip(net.parameters(), Net(net.first.weight.dtype).parameters(), strict=True):
-        assert torch.isfinite(param).all()
-        assert not torch.equal(param, start)
-
-
-def through_a_file(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_wrapped_on_fp32_equals_bare_bit_for_bit(make):
-    nets = [Net(torch.float32) for _ in range(2)]
+    nets = [Mlp(torch.float32) for _ in range(2)]
     bare, inner = (make(net.parameters()) for net in nets)
     optimizer = FusedMainGradOptimizer(inner)
     for start in range(0, NUM_STEPS, 5):  # evaluated after every fifth step
@@ -108,7 +64,7 @@ def test_wrapped_on_fp32_equals_bare_bit_for_bit(make):
         for theirs, ours in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
             assert torch.equal(ours, theirs)
         assert loss_of(nets[1], 99).item() == loss_of(nets[0], 99).item()
-    assert_is_finite_and_moved(nets[1])
+    assert_is_finite_and_moved(nets[1], Mlp(nets[1].first.weight.dtype))
     assert frozen(list(inner.state.values())) == frozen(list(bare.state.values()))
     assert inner.state
     assert groups_of(optimizer) == groups_of(inner) == groups_of(bare)
@@ -117,7 +73,7 @@ def test_wrapped_on_fp32_equals_bare_bit_for_bit(make):
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dtype", LOW.values(), ids=LOW)
 def test_wrapped_on_low_precision_equals_the_bare_one_on_fp32_copies(dtype, make):
-    net, twin = Net(dtype), Net(dtype)
+    net, twin = Mlp(dtype), Mlp(dtype)
     inner = make(net.parameters())
     optimizer = FusedMainGradOptimizer(inner)
     reference = Reference(twin, lambda groups: make(groups[0]))
@@ -132,7 +88,7 @@ def test_wrapped_on_low_precision_equals_the_bare_one_on_fp32_copies(dtype, make
         for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
             assert torch.isfinite(ours).all()
             assert torch.equal(ours, theirs)
-    assert_is_finite_and_moved(net)
+    assert_is_finite_and_moved(net, Mlp(net.first.weight.dtype))
     assert frozen(list(inner.state.values())) == frozen(list(reference.optimizer.state.values()))
     floats = [t for s in inner.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
     assert {t.dtype for t in floats} == {torch.float32}
@@ -143,14 +99,14 @@ def test_wrapped_on_low_precision_equals_the_bare_one_on_fp32_copies(dtype, make
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_a_resumed_run_is_bit_equal_to_the_uninterrupted_one(dtype, make):
-    net = Net(dtype)
+    net = Mlp(dtype)
     optimizer = FusedMainGradOptimizer(make(net.parameters()))
     train(net, optimizer, range(6))
     saved = through_a_file([net.state_dict(), optimizer.state_dict()])
     train(net, optimizer, range(6, 12))
-    assert_is_finite_and_moved(net)
+    assert_is_finite_and_moved(net, Mlp(net.first.weight.dtype))
     for order in ([0, 1], [1, 0]):
-        resumed_net = Net(dtype, seed=7)
+        resumed_net = Mlp(dtype, seed=7)
         resumed = FusedMainGradOptimizer(make(resumed_net.parameters()))
         for which in order:
             (resumed_net, resumed)[which].load_state_dict(saved[which])
@@ -163,13 +119,13 @@ def test_a_resumed_run_is_bit_equal_to_the_uninterrupted_one(dtype, make):
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_loading_its_own_state_between_steps_changes_no_bit(dtype, make):
-    nets = [Net(dtype) for _ in range(2)]
+    nets = [Mlp(dtype) for _ in range(2)]
     optimizers = [FusedMainGradOptimizer(make(net.parameters())) for net in nets]
     for number in range(6):
         train(nets[0], optimizers[0], [number])
         train(nets[1], optimizers[1], [number])
         optimizers[0].load_state_dict(optimizers[0].state_dict())
-    assert_is_finite_and_moved(nets[0])
+    assert_is_finite_and_moved(nets[0], Mlp(nets[0].first.weight.dtype))
     assert frozen(optimizers[0].state_dict()) == frozen(optimizers[1].state_dict())
     assert frozen(list(nets[0].parameters())) == frozen(list(nets[1].parameters()))
 
@@ -177,7 +133,7 @@ def test_loading_its_own_state_between_steps_changes_no_bit(dtype, make):
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_averaging_micro_batches_equals_their_mean_loss_in_the_reference(dtype, make):
-    net, twin = Net(dtype), Net(dtype)
+    net, twin = Mlp(dtype), Mlp(dtype)
     optimizer = FusedMainGradOptimizer(make(net.parameters()), gradient_accumulation_steps=2)
     reference = Reference(twin, lambda groups: make(groups[0]))
     switch(optimizer, "train")
@@ -190,7 +146,7 @@ def test_averaging_micro_batches_equals_their_mean_loss_in_the_reference(dtype, 
         assert optimizer.window_ends is (number % 2 == 1)
         if optimizer.window_ends:
             reference.step(divide_by=2)
-    assert_is_finite_and_moved(net)
+    assert_is_finite_and_moved(net, Mlp(net.first.weight.dtype))
     for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -203,7 +159,7 @@ SCHEDULE_FREE = {name: make for name, make in OPTIMIZERS.items() if "ScheduleFre
 @pytest.mark.parametrize("make", SCHEDULE_FREE.values(), ids=SCHEDULE_FREE)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_schedule_free_shows_its_average_in_eval_and_the_same_bits_as_before_in_train(dtype, make):
-    net = Net(dtype)
+    net = Mlp(dtype)
     inner = make(net.parameters())
     optimizer = FusedMainGradOptimizer(inner)
     train(net, optimizer, range(5))
@@ -230,7 +186,7 @@ def test_schedule_free_shows_its_average_in_eval_and_the_same_bits_as_before_in_
 
 @pytest.mark.parametrize("make", SCHEDULE_FREE.values(), ids=SCHEDULE_FREE)
 def test_schedule_free_refuses_to_step_in_eval_as_it_does_bare_and_nothing_moves(make):
-    net = Net(torch.bfloat16)
+    net = Mlp(torch.bfloat16)
     optimizer = FusedMainGradOptimizer(make(net.parameters()))
     train(net, optimizer, range(3))
     before = frozen([list(net.parameters()), optimizer.state_dict()])
@@ -245,19 +201,19 @@ def test_schedule_free_refuses_to_step_in_eval_as_it_does_bare_and_nothing_moves
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_schedule_free_checkpoints_taken_in_train_mode_resume_in_train_mode(dtype):
     make = SCHEDULE_FREE["AdamWScheduleFree"]
-    net = Net(dtype)
+    net = Mlp(dtype)
     optimizer = FusedMainGradOptimizer(make(net.parameters()))
     train(net, optimizer, range(3))
     optimizer.train()
     saved = through_a_file([net.state_dict(), optimizer.state_dict()])
-    resumed_net = Net(dtype, seed=7)
+    resumed_net = Mlp(dtype, seed=7)
     resumed = FusedMainGradOptimizer(make(resumed_net.parameters()))
     resumed_net.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     assert resumed.param_groups[0]["train_mode"]
     train(net, optimizer, range(3, 6))
     train(resumed_net, resumed, range(3, 6))
-    assert_is_finite_and_moved(net)
+    assert_is_finite_and_moved(net, Mlp(net.first.weight.dtype))
     assert frozen([list(resumed_net.parameters()), resumed.state_dict()]) == frozen(
         [list(net.parameters()), optimizer.state_dict()]
     )
@@ -268,7 +224,7 @@ def test_schedule_free_checkpoints_taken_in_train_mode_resume_in_train_mode(dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_what_prodigy_writes_appears_in_the_outer_group_after_every_step(dtype):
-    net = Net(dtype)
+    net = Mlp(dtype)
     inner = Prodigy(net.parameters(), lr=1.0, d_coef=10.0)
     optimizer = FusedMainGradOptimizer(inner)
     seen = []
@@ -285,7 +241,7 @@ def test_what_prodigy_writes_appears_in_the_outer_group_after_every_step(dtype):
 
 
 def test_what_is_set_on_the_outer_group_reaches_prodigy_beside_what_it_writes():
-    net = Net(torch.bfloat16)
+    net = Mlp(torch.bfloat16)
     inner = Prodigy(net.parameters(), lr=1.0)
     optimizer = FusedMainGradOptimizer(inner)
     for number in range(6):
@@ -298,7 +254,7 @@ def test_what_is_set_on_the_outer_group_reaches_prodigy_beside_what_it_writes():
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_a_scheduler_drives_prodigys_learning_rate_while_prodigy_drives_d(dtype):
     def scheduled(seed=0):
-        net = Net(dtype, seed)
+        net = Mlp(dtype, seed)
         inner = Prodigy(net.parameters(), lr=1.0, d0=0.001, d_coef=10.0)
         optimizer = FusedMainGradOptimizer(inner)
         return net, inner, optimizer, CosineAnnealingLR(optimizer, T_max=NUM_STEPS)
@@ -320,7 +276,7 @@ def test_a_scheduler_drives_prodigys_learning_rate_while_prodigy_drives_d(dtype)
         thing.load_state_dict(part)
     assert groups_of(resumed) == groups_of(resumed_inner)
     train(resumed_net, resumed, range(6, 12), resumed_scheduler)
-    assert_is_finite_and_moved(net)
+    assert_is_finite_and_moved(net, Mlp(net.first.weight.dtype))
     assert frozen([list(resumed_net.parameters()), resumed.state_dict()]) == frozen(
         [list(net.parameters()), optimizer.state_dict()]
     )
@@ -329,10 +285,10 @@ def test_a_scheduler_drives_prodigys_learning_rate_while_prodigy_drives_d(dtype)
 def test_a_scheduler_over_wrapped_prodigy_equals_one_over_bare_prodigy_on_fp32():
     runs = []
     for wrap in (lambda inner: inner, FusedMainGradOptimizer):
-        net = Net(torch.float32)
+        net = Mlp(torch.float32)
         optimizer = wrap(Prodigy(net.parameters(), lr=1.0))
         train(net, optimizer, range(NUM_STEPS), CosineAnnealingLR(optimizer, T_max=NUM_STEPS))
-        assert_is_finite_and_moved(net)
+        assert_is_finite_and_moved(net, Mlp(net.first.weight.dtype))
         runs.append((frozen(list(net.parameters())), groups_of(optimizer)))
     assert runs[0] == runs[1]
 
@@ -342,7 +298,7 @@ def test_a_scheduler_over_wrapped_prodigy_equals_one_over_bare_prodigy_on_fp32()
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_lions_writes_through_data_reach_the_model_and_its_version(dtype):
-    net = Net(dtype)
+    net = Mlp(dtype)
     optimizer = FusedMainGradOptimizer(OPTIMIZERS["Lion"](net.parameters()))
     for number in range(3):
         versions = [p._version for p in net.parameters()]
@@ -366,14 +322,14 @@ def accelerator():
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_inside_an_accelerated_optimizer_nothing_changes(dtype, make, accelerator):
-    plain_net, net = Net(dtype), Net(dtype)
+    plain_net, net = Mlp(dtype), Mlp(dtype)
     plain = FusedMainGradOptimizer(make(plain_net.parameters()))
     prepared = accelerator.prepare(FusedMainGradOptimizer(make(net.parameters())))
     assert type(prepared).__name__ == "AcceleratedOptimizer"
     for number in range(6):
         train(plain_net, plain, [number])
         train(net, prepared, [number])
-    assert_is_finite_and_moved(net)
+    assert_is_finite_and_moved(net, Mlp(net.first.weight.dtype))
     assert groups_of(prepared) == groups_of(plain)
     assert frozen(prepared.state_dict()) == frozen(plain.state_dict())
     assert frozen(list(net.parameters())) == frozen(list(plain_net.parameters()))

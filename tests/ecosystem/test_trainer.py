@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 import torch
-import trainer_cases as cases
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from fusedopt import FusedLinear, FusedMainGradOptimizer
 from fusedopt.integrations.transformers import FusedOptArguments, FusedOptMixin, FusedOptTrainer, optimizer_factory
+from tests import trainer_cases as cases
+from tests.accelerate_cases import forget_accelerators
 
 NUM_EXAMPLES = 22  # eleven batches: windows of 4, 4 and 3
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -34,10 +35,8 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _accelerate_and_dynamo_start_anew():
-    cases.forget_accelerators()
+def _dynamo_starts_anew():
     yield
-    cases.forget_accelerators()
     torch._dynamo.reset()
 
 
@@ -147,7 +146,7 @@ def test_fused_linear_converts_the_model_and_keeps_to_the_plain_loop_within_roun
 def test_windows_are_normalised_by_their_labels_and_not_by_batch(make):
     """A padded window in four micro-batches has the gradient of one batch; a mean of means would not."""
     in_four = trained(make(cases.make_model(dtype=torch.float32), num_examples=8, max_steps=1))
-    cases.forget_accelerators()
+    forget_accelerators()
     changed = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     in_one = trained(make(cases.make_model(dtype=torch.float32), num_examples=8, max_steps=1, **changed))
     assert in_four.norms == pytest.approx(in_one.norms, rel=1e-5)

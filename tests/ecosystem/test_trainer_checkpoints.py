@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import trainer_cases as cases
 from safetensors.torch import load_file
 from transformers import Trainer
 
 from fusedopt.integrations.transformers import FusedOptArguments, FusedOptTrainer, optimizer_factory
+from tests import trainer_cases as cases
+from tests.accelerate_cases import forget_accelerators
 
 NUM_EXAMPLES = 22  # windows of 4, 4 and 3 batches
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -24,16 +25,9 @@ STRATEGIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _accelerate_starts_anew():
-    cases.forget_accelerators()
-    yield
-    cases.forget_accelerators()
-
-
 def train(cls, folder, dtype="bf16", resume=None, trains=True, **changed):
     """Train from the first example, or go on from a checkpoint; every call with a model and Trainer of its own."""
-    cases.forget_accelerators()
+    forget_accelerators()
     model = cases.make_model(dtype=DTYPES[dtype], seed=0 if resume is None else 9)  # a checkpoint brings its weights
     args = cases.training_arguments(folder, **changed)
     kwargs = {"fusedopt_args": FusedOptArguments(main_grad=True)} if cls is FusedOptTrainer else {}
@@ -111,7 +105,7 @@ def test_schedule_free_resumes_bit_exact(tmp_path):
 def test_the_factory_in_a_stock_trainer_resumes_bit_exact(tmp_path):
     outcomes = []
     for resume in (None, tmp_path / "checkpoint-1"):
-        cases.forget_accelerators()
+        forget_accelerators()
         args = cases.training_arguments(tmp_path if resume is None else tmp_path / "again", **EVERY_STEP)
         data = cases.make_data(NUM_EXAMPLES)
         plug = optimizer_factory(args)

@@ -4,20 +4,13 @@ import warnings
 
 import pytest
 import torch
-import trainer_cases as cases
 from torch import nn
 from transformers import Trainer
 
 from fusedopt import FusedMainGradOptimizer
 from fusedopt.integrations.refusals import refuse_model
 from fusedopt.integrations.transformers import FusedOptArguments, FusedOptTrainer, optimizer_factory
-
-
-@pytest.fixture(autouse=True)
-def _accelerate_starts_anew():
-    cases.forget_accelerators()
-    yield
-    cases.forget_accelerators()
+from tests import trainer_cases as cases
 
 
 @pytest.fixture

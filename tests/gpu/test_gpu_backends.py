@@ -9,15 +9,12 @@ from fusedopt import backends
 from fusedopt.backends import torch_ops
 from fusedopt.backends.offers import Adam, StepTensors
 from fusedopt.sharding.layout import ROW_NUMEL
+from tests.models import integers
 
 U32 = 2.0**-24
 LOW_PRECISION = [torch.bfloat16, torch.float16]
 BIG_NUMEL = 2**31 + ROW_NUMEL
 BIG_FREE_NBYTES = 40 * 2**30
-
-
-def integers(*shape, limit=3, device, dtype=torch.bfloat16):
-    return torch.randint(-limit, limit + 1, shape, device=device).to(dtype)
 
 
 # -- weight gradients

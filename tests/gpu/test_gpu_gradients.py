@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedopt
+from tests.models import OneOfEachKind
 
 LOW_PRECISION = [torch.bfloat16, torch.float16]
 WHERE_ONE_IS_LOST = {torch.bfloat16: 256.0, torch.float16: 2048.0}
@@ -13,25 +14,6 @@ WHERE_ONE_IS_LOST = {torch.bfloat16: 256.0, torch.float16: 2048.0}
 
 def wrap(params, **settings):
     return fusedopt.FusedMainGradOptimizer(torch.optim.SGD(params, lr=0.0), **settings)
-
-
-class OneOfEachKind(nn.Module):
-    """Linear, fused linear, embedding, norm and bias, whose gradients are the factor that forward is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(1, 1)
-        self.fused = fusedopt.FusedLinear(1, 1)
-        self.embedding = nn.Embedding(1, 1)
-        self.norm = nn.RMSNorm(1)
-        self.bias = nn.Parameter(torch.zeros(1))
-
-    def forward(self, factor):
-        one = torch.ones(1, 1, dtype=self.bias.dtype, device=self.bias.device)
-        token = torch.zeros(1, dtype=torch.long, device=self.bias.device)
-        # x / |x| is 1 for a norm over one element, so that its weight's gradient is the factor too.
-        terms = self.linear(one), self.fused(one), self.embedding(token), self.norm(one), self.bias
-        return sum((term * factor).sum() for term in terms)
 
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION)

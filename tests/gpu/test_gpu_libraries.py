@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from adapter_cases import CASES
 
 import fusedopt
 from fusedopt import backends
 from fusedopt.backends import torch_ops
+from tests.adapter_cases import CASES
 
 TORCHS = [case for case in CASES if case.is_torchs and hasattr(torch_ops, case.function)]
 

@@ -8,6 +8,8 @@ import fusedopt
 from benchmarks.gpu.cuda_graph import CASES, NUM_REPLAYS, NUM_WARMUP, Loop, make_model
 from benchmarks.gpu.synchronisations import counting
 from fusedopt.sharding.layout import ALIGNMENT, ROW_NUMEL
+from tests.compare import assert_bit_equal
+from tests.models import Mlp
 
 U32 = 2.0**-24
 INNER = {
@@ -18,11 +20,7 @@ INNER = {
     "SGD fused": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
 }
 FUSED = [name for name in INNER if "fused" in name]
-
-
-def mlp(device, dtype=torch.bfloat16, seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(40, 72), nn.LayerNorm(72), nn.GELU(), nn.Linear(72, 24)).to(device, dtype)
+SIZES = (40, 72, 24)
 
 
 def set_gradients(params, number):
@@ -39,16 +37,10 @@ def everything(model, optimizer):
     return [t.detach().clone() for t in (*model.parameters(), *values)]
 
 
-def assert_bit_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        assert other.isfinite().all()
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("name", INNER)
 def test_a_wrapped_optimizer_ends_bit_equal_to_the_bare_one_on_an_fp32_model(device, name, backend):
-    bare_model, model = mlp(device, torch.float32), mlp(device, torch.float32)
+    bare_model, model = Mlp(torch.float32, sizes=SIZES).to(device), Mlp(torch.float32, sizes=SIZES).to(device)
     bare = INNER[name](bare_model.parameters())
     optimizer = fusedopt.FusedMainGradOptimizer(INNER[name](model.parameters()), backend=backend)
     start = [param.detach().clone() for param in model.parameters()]
@@ -64,7 +56,7 @@ def test_a_wrapped_optimizer_ends_bit_equal_to_the_bare_one_on_an_fp32_model(dev
 
 @pytest.mark.parametrize("name", INNER)
 def test_a_bf16_model_ends_bit_equal_to_the_bare_optimizer_on_fp32_copies(device, name):
-    model = mlp(device)
+    model = Mlp(sizes=SIZES).to(device)
     mains = [nn.Parameter(param.detach().float()) for param in model.parameters()]
     bare = INNER[name](mains)
     optimizer = fusedopt.FusedMainGradOptimizer(INNER[name](model.parameters()), backend="torch")
@@ -78,7 +70,7 @@ def test_a_bf16_model_ends_bit_equal_to_the_bare_optimizer_on_fp32_copies(device
 
 @pytest.mark.parametrize("inner", [{"fused": True}, {"foreach": True}])
 def test_each_backend_steps_as_torch_within_a_few_roundings(device, backend_name, inner):
-    models = [mlp(device), mlp(device)]
+    models = [Mlp(sizes=SIZES).to(device), Mlp(sizes=SIZES).to(device)]
     optimizers = [
         fusedopt.FusedMainGradOptimizer(
             torch.optim.AdamW(model.parameters(), lr=0.01, **inner), backend=name, max_grad_norm=1.0
@@ -103,7 +95,7 @@ def test_each_backend_steps_as_torch_within_a_few_roundings(device, backend_name
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 1.0}])
 @pytest.mark.parametrize("name", FUSED)
 def test_one_inf_moves_no_bit_and_the_next_step_goes_on(device, name, settings, backend_name):
-    model = mlp(device)
+    model = Mlp(sizes=SIZES).to(device)
     optimizer = fusedopt.FusedMainGradOptimizer(INNER[name](model.parameters()), backend=backend_name, **settings)
     for number in range(2):
         set_gradients(model.parameters(), number)
@@ -111,7 +103,7 @@ def test_one_inf_moves_no_bit_and_the_next_step_goes_on(device, name, settings, 
         optimizer.zero_grad()
     before = everything(model, optimizer)
     set_gradients(model.parameters(), 2)
-    model[3].weight.grad[1, 2] = float("inf")
+    model.second.weight.grad[1, 2] = float("inf")
     optimizer.step()
     optimizer.zero_grad()
     assert_bit_equal(everything(model, optimizer), before)
@@ -126,7 +118,7 @@ def test_one_inf_moves_no_bit_and_the_next_step_goes_on(device, name, settings, 
 
 @pytest.mark.parametrize("name", INNER)
 def test_clipping_scales_by_the_norm_of_all_gradients(device, name, backend_name):
-    model = mlp(device)
+    model = Mlp(sizes=SIZES).to(device)
     optimizer = fusedopt.FusedMainGradOptimizer(
         INNER[name](model.parameters()), max_grad_norm=0.5, backend=backend_name
     )
@@ -143,18 +135,18 @@ def test_clipping_scales_by_the_norm_of_all_gradients(device, name, backend_name
 
 @pytest.mark.parametrize("name", ["AdamW foreach", "AdamW fused"])
 def test_a_write_through_data_raises_by_name_in_the_next_step_and_none_that_is_seen_does(cuda, name):
-    model = mlp(cuda)
+    model = Mlp(sizes=SIZES).to(cuda)
     optimizer = fusedopt.FusedMainGradOptimizer(INNER[name](model.named_parameters()))
     raised = []
     for number in range(12):
         set_gradients(model.parameters(), number)
         if number % 3 == 0:
             with torch.no_grad():
-                model[0].weight.mul_(0.5)
+                model.first.weight.mul_(0.5)
         if number % 3 == 1:
-            model[3].weight.data = model[3].weight.data * 2
+            model.second.weight.data = model[3].weight.data * 2
         if number == 6:
-            model[3].weight.data.mul_(0.5)
+            model.second.weight.data.mul_(0.5)
         torch.cuda.synchronize()
         try:
             optimizer.step()
@@ -168,7 +160,7 @@ def test_a_write_through_data_raises_by_name_in_the_next_step_and_none_that_is_s
 
 @pytest.mark.parametrize("name", ["AdamW foreach", "AdamW fused"])
 def test_a_grad_scaler_drives_an_fp16_model(device, name):
-    model = mlp(device, torch.float16)
+    model = Mlp(torch.float16, sizes=SIZES).to(device)
     optimizer = fusedopt.FusedMainGradOptimizer(INNER[name](model.parameters()))
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2)
     x = torch.randn(8, 40, device=device).half()
@@ -177,7 +169,7 @@ def test_a_grad_scaler_drives_an_fp16_model(device, name):
         scaler.scale(model(x).float().square().mean()).backward()
         assert all(param.grad is param.main_grad for param in model.parameters())
         if number == 2:
-            model[0].weight.grad[0, 0] = float("inf")
+            model.first.weight.grad[0, 0] = float("inf")
         before = everything(model, optimizer)
         scaler.step(optimizer)
         scaler.update()
@@ -215,7 +207,7 @@ def test_replays_of_a_captured_step_are_eager_steps(cuda, case):
 
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 1.0}])
 def test_a_fused_step_never_waits_for_the_device(cuda, settings):
-    model = mlp(cuda)
+    model = Mlp(sizes=SIZES).to(cuda)
     adamw = torch.optim.AdamW(model.parameters(), fused=True)
     optimizer = fusedopt.FusedMainGradOptimizer(adamw, backend="torch", **settings)
     for number in range(4):
@@ -234,7 +226,7 @@ def test_a_fused_step_never_waits_for_the_device(cuda, settings):
 
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 1.0}])
 def test_any_other_step_waits_at_most_once(cuda, settings):
-    model = mlp(cuda)
+    model = Mlp(sizes=SIZES).to(cuda)
     optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.AdamW(model.parameters()), backend="torch", **settings)
     with counting(True) as one:
         torch.ones((), device=cuda).item()
@@ -276,7 +268,7 @@ def test_bytes_per_parameter_are_those_of_the_formula_as_the_allocator_counts_th
 def test_parameters_on_two_devices_train_under_one_norm(cuda):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    first, second = (mlp(torch.device("cuda", index)) for index in range(2))
+    first, second = (Mlp(sizes=SIZES).to(torch.device("cuda", index)) for index in range(2))
     params = [*first.parameters(), *second.parameters()]
     optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.AdamW(params, lr=0.01, fused=True), max_grad_norm=1.0)
     for number in range(3):

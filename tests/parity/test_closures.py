@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
+from tests.compare import values
+from tests.models import Mlp, loss_of
 
 
 class Sam(torch.optim.Optimizer):
@@ -104,17 +106,6 @@ OPTIMIZERS = {
 }
 
 
-def make_model(dtype=torch.float32):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(dtype)
-
-
-def loss_of(model, number):
-    generator = torch.Generator().manual_seed(number)
-    inputs, targets = torch.randn(5, 6, generator=generator), torch.randn(5, 4, generator=generator)
-    return (model(inputs.to(model[0].weight.dtype)).float() - targets).square().mean()
-
-
 class Loop:
     """Steps with a closure; gradients stand before each step, too, and the closure clears them or does not."""
 
@@ -136,12 +127,6 @@ class Loop:
             return loss
 
         return self.optimizer.step(closure)
-
-
-def bits(tensors):
-    tensors = [tensor.detach().clone() for tensor in tensors]
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
-    return tensors
 
 
 def everything(optimizer):
@@ -171,24 +156,24 @@ def assert_same(one, other, where="values"):
 def test_whoever_is_given_a_closure_evaluates_it_as_the_bare_optimizer_does_bit_for_bit(name, clears):
     loops = []
     for wraps in (False, True):
-        model = make_model()
+        model = Mlp(torch.float32)
         optimizer = OPTIMIZERS[name](model.parameters())
         loops.append(Loop(model, FusedMainGradOptimizer(optimizer) if wraps else optimizer, clears=clears))
-    start = bits(loops[0].model.parameters())
+    start = values(loops[0].model)
     for number in range(6):
         returned = [loop.step(number) for loop in loops]
         assert returned[0] == returned[1]
         assert loops[0].losses == loops[1].losses
-        for a, b in zip(*(bits(loop.model.parameters()) for loop in loops), strict=True):
+        for a, b in zip(*(values(loop.model) for loop in loops), strict=True):
             assert torch.equal(a, b)
     assert_same(everything(loops[0].optimizer), everything(loops[1].optimizer._inner.optimizers[0]))
-    assert not torch.equal(start[0], bits(loops[0].model.parameters())[0])
+    assert not torch.equal(start[0], values(loops[0].model)[0])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_evaluation_of_a_low_precision_model_sees_the_rounded_weights_that_the_inner_optimizer_set(name):
     """The twin evaluates the same bf16 model at rounded copies of bare fp32 parameters."""
-    model, twin = make_model(torch.bfloat16), make_model(torch.bfloat16)
+    model, twin = Mlp(torch.bfloat16), Mlp(torch.bfloat16)
     loop = Loop(model, FusedMainGradOptimizer(OPTIMIZERS[name](model.parameters())), clears=name != "Sam")
     mains = [nn.Parameter(param.detach().float()) for param in twin.parameters()]
     bare = OPTIMIZERS[name](mains)
@@ -229,7 +214,7 @@ def test_each_evaluation_of_a_low_precision_model_sees_the_rounded_weights_that_
 def test_a_first_evaluation_that_is_not_finite_leaves_everything_as_it_was_though_weights_had_moved(
     name, at, nonfinite, dtype
 ):
-    models = [make_model(dtype) for _ in range(2)]
+    models = [Mlp(dtype) for _ in range(2)]
     inners = [OPTIMIZERS[name](model.parameters()) for model in models]
     loop, other = (
         Loop(model, FusedMainGradOptimizer(inner, nonfinite=nonfinite), clears=name != "Sam")
@@ -251,13 +236,13 @@ def test_a_first_evaluation_that_is_not_finite_leaves_everything_as_it_was_thoug
         loop.step(number)
         other.step(number)
     assert_same(everything(inners[0]), everything(inners[1]))
-    for a, b in zip(*(bits(model.parameters()) for model in models), strict=True):
+    for a, b in zip(*(values(model) for model in models), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_evaluation_is_clipped(dtype):
-    model = make_model(dtype)
+    model = Mlp(dtype)
     norms = []
 
     class Watches(Armijo):
@@ -277,24 +262,24 @@ def test_every_evaluation_is_clipped(dtype):
 
 
 def test_a_closure_that_raises_leaves_the_weights_where_the_step_found_them():
-    model = make_model()
+    model = Mlp(torch.float32)
     optimizer = FusedMainGradOptimizer(OPTIMIZERS["AdamWScheduleFreeClosure"](model.parameters()))
     loop = Loop(model, optimizer)
-    before = bits(model.parameters())
+    before = values(model)
 
     def closure():
         raise KeyError("no batch")
 
     with pytest.raises(KeyError, match="no batch"):
         optimizer.step(closure)
-    assert all(torch.equal(a, b) for a, b in zip(before, bits(model.parameters()), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
     loop.step(0)
-    assert not torch.equal(before[0], bits(model.parameters())[0])
+    assert not torch.equal(before[0], values(model)[0])
 
 
 @pytest.mark.parametrize("name", ["Sam", "Armijo"])
 def test_gradient_merge_with_an_optimizer_that_evaluates_more_than_the_last_micro_batch_is_refused(name):
-    model = make_model()
+    model = Mlp(torch.float32)
     inner = OPTIMIZERS[name](model.parameters())
     optimizer = FusedMainGradOptimizer(inner, gradient_accumulation_steps=2)
     before = everything(inner)
@@ -314,7 +299,7 @@ def test_gradient_merge_with_an_optimizer_that_evaluates_more_than_the_last_micr
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, AliG])
 def test_gradient_merge_with_closures_is_one_large_batch(cls):
-    models = [make_model(), make_model()]
+    models = [Mlp(torch.float32), Mlp(torch.float32)]
     merged = FusedMainGradOptimizer(cls(models[0].parameters(), lr=0.05), gradient_accumulation_steps=2)
     whole = FusedMainGradOptimizer(cls(models[1].parameters(), lr=0.05))
     for number in range(0, 6, 2):
@@ -337,15 +322,18 @@ def test_gradient_merge_with_closures_is_one_large_batch(cls):
             return 1.0
 
         whole.step(both)
-    for a, b in zip(*(bits(model.parameters()) for model in models), strict=True):
+    for a, b in zip(*(values(model) for model in models), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 def test_one_evaluation_serves_several_inner_optimizers_that_did_not_move_before_it():
-    model, twin = make_model(), make_model()
-    inners = [AliG([model[0].weight, model[0].bias], lr=0.05), torch.optim.SGD(model[2].parameters(), lr=0.05)]
+    model, twin = Mlp(torch.float32), Mlp(torch.float32)
+    inners = [
+        AliG([model.first.weight, model.first.bias], lr=0.05),
+        torch.optim.SGD(model.second.parameters(), lr=0.05),
+    ]
     optimizer = FusedMainGradOptimizer([*inners])
-    twins = [AliG([twin[0].weight, twin[0].bias], lr=0.05), torch.optim.SGD(twin[2].parameters(), lr=0.05)]
+    twins = [AliG(twin.first.parameters(), lr=0.05), torch.optim.SGD(twin.second.parameters(), lr=0.05)]
     loop = Loop(model, optimizer)
     for number in range(3):
         loop.step(number)
@@ -355,7 +343,7 @@ def test_one_evaluation_serves_several_inner_optimizers_that_did_not_move_before
         twins[0].step(lambda loss=loss: loss)
         twins[1].step()
     assert len(loop.losses) == 3
-    for a, b in zip(bits(model.parameters()), bits(twin.parameters()), strict=True):
+    for a, b in zip(values(model), values(twin), strict=True):
         assert torch.equal(a, b)
 
 
@@ -364,17 +352,17 @@ def test_an_optimizer_that_takes_a_closure_and_never_evaluates_it_raises_and_not
         def step(self, closure=None):
             return super().step()
 
-    model = make_model()
+    model = Mlp(torch.float32)
     loop = Loop(model, FusedMainGradOptimizer(Ignores(model.parameters(), lr=0.1)))
-    before = bits(model.parameters())
+    before = values(model)
     with pytest.raises(RuntimeError, match=r"Ignores\.step\(\) took the closure and never evaluated it"):
         loop.step(0)
-    assert all(torch.equal(a, b) for a, b in zip(before, bits(model.parameters()), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
 
 
 @pytest.mark.parametrize("name", ["Sam", "AliG"])
 def test_a_step_without_a_closure_is_the_inner_optimizers_own(name):
-    model = make_model()
+    model = Mlp(torch.float32)
     optimizer = FusedMainGradOptimizer(OPTIMIZERS[name](model.parameters()))
     loss_of(model, 0).backward()
     with pytest.raises(RuntimeError, match="requires a closure"):
@@ -391,7 +379,7 @@ def test_gradients_that_an_inner_optimizer_clears_in_its_step_are_cleared(dtype)
             self.zero_grad()
             return loss
 
-    model = make_model(dtype)
+    model = Mlp(dtype)
     optimizer = FusedMainGradOptimizer(Consumes(model.parameters(), lr=0.1))
     for number in range(2):
         loss_of(model, number).backward()
@@ -422,7 +410,7 @@ class Anything(Armijo):
 def test_a_closure_is_handed_over_however_step_takes_it(cls):
     loops = []
     for wraps in (False, True):
-        model = make_model()
+        model = Mlp(torch.float32)
         optimizer = (cls if wraps else Armijo)(model.parameters(), lr=0.1)
         loops.append(Loop(model, FusedMainGradOptimizer(optimizer) if wraps else optimizer))
     for number in range(3):
@@ -436,10 +424,10 @@ def test_an_optimizer_that_takes_no_closure_steps_with_what_the_closure_computed
         def step(self):
             return super().step()
 
-    models = [make_model(), make_model()]
+    models = [Mlp(torch.float32), Mlp(torch.float32)]
     wrapped = Loop(models[0], FusedMainGradOptimizer(Takes(models[0].parameters(), lr=0.1)))
     bare = Loop(models[1], torch.optim.SGD(models[1].parameters(), lr=0.1))
     for number in range(3):
         assert wrapped.step(number) == bare.step(number)
-    for a, b in zip(*(bits(model.parameters()) for model in models), strict=True):
+    for a, b in zip(*(values(model) for model in models), strict=True):
         assert torch.equal(a, b)

@@ -1,45 +1,21 @@
 """torch.amp.GradScaler drives the wrapper of an fp16 model as it drives a stock optimizer with fp32 gradients."""
 
+import functools
 import inspect
 import itertools
 from copy import deepcopy
 
 import pytest
 import torch
-from reference import Reference
-from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
+from tests.compare import assert_bit_equal, main_params
+from tests.models import TokenNet, token_loss_of
+from tests.reference import Reference
 
 NUM_STEPS = 6
 
-
-class Net(nn.Module):
-    """Has a branch that is used on even batches only."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.norm = nn.LayerNorm(8)
-        self.hidden = nn.Linear(8, 8)
-        self.sometimes = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 11)
-
-    def forward(self, tokens, number):
-        x = torch.tanh(self.hidden(self.norm(self.embed(tokens))))
-        if number % 2 == 0:
-            x = x + self.sometimes(x)
-        return self.head(x)
-
-
-def make_model(dtype=torch.float16):
-    torch.manual_seed(3)
-    return Net().to(dtype)
-
-
-def loss_of(model, number):
-    tokens = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(number))
-    return nn.functional.cross_entropy(model(tokens, number).float().flatten(0, 1), tokens.flatten())
+make_model = functools.partial(TokenNet, head="linear")
 
 
 OPTIMIZERS = {
@@ -50,7 +26,7 @@ OPTIMIZERS = {
 
 
 def make_wrapped(name="AdamW", **settings):
-    model = make_model()
+    model = make_model(torch.float16)
     return model, FusedMainGradOptimizer(OPTIMIZERS[name](model.parameters()), **settings)
 
 
@@ -58,11 +34,11 @@ class ScaledReference(Reference):
     """The twin under loss scaling: scale the loss, unscale the fp32 sums, skip where they are not finite."""
 
     def __init__(self, name, scale, growth_interval, **keywords):
-        super().__init__(make_model(), lambda groups: OPTIMIZERS[name](groups[0]), **keywords)
+        super().__init__(make_model(torch.float16), lambda groups: OPTIMIZERS[name](groups[0]), **keywords)
         self.scale, self.growth_interval, self.num_good = scale, growth_interval, 0
 
     def scaled_backward(self, number):
-        self.backward(loss_of(self.model, number) * self.scale)
+        self.backward(token_loss_of(self.model, number) * self.scale)
 
     def scaled_step(self):
         """Return whether the step was taken."""
@@ -79,25 +55,14 @@ class ScaledReference(Reference):
         return is_finite
 
 
-def main_params(optimizer):
-    state = optimizer.state_dict()["state"]
-    return [state[index]["main_param"] for index in range(len(state))]
-
-
-def assert_bit_equal(tensors, others):
-    for ours, theirs in zip(tensors, others, strict=True):
-        assert torch.isfinite(ours).all()
-        assert ours.dtype is theirs.dtype
-        assert torch.equal(ours, theirs)
-
-
 def assert_matches(model, optimizer, reference):
     assert_bit_equal(list(model.parameters()), list(reference.model.parameters()))
     assert_bit_equal(main_params(optimizer), [main.detach() for main in reference.mains.values()])
 
 
 def changed(model):
-    return [not torch.equal(a, b) for a, b in zip(model.parameters(), make_model().parameters(), strict=True)]
+    start = make_model(torch.float16)
+    return [not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True)]
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
@@ -110,7 +75,7 @@ def test_scaled_training_ends_bit_equal_to_the_twin_while_the_scale_grows(name, 
     for step in range(NUM_STEPS):
         for i in range(num_micro_batches):
             number = step * num_micro_batches + i
-            scaler.scale(loss_of(model, number)).backward()
+            scaler.scale(token_loss_of(model, number)).backward()
             reference.scaled_backward(number)
         assert all(param.grad is param.main_grad for param in model.hidden.parameters())
         scaler.step(optimizer)
@@ -131,7 +96,7 @@ def test_a_scale_that_overflows_fp16_is_halved_until_training_starts():
     reference = ScaledReference("AdamW", 2.0**22, growth_interval=100)
     taken = []
     for number in range(14):
-        scaler.scale(loss_of(model, number)).backward()
+        scaler.scale(token_loss_of(model, number)).backward()
         reference.scaled_backward(number)
         scaler.step(optimizer)
         scaler.update()
@@ -160,7 +125,7 @@ def test_an_injected_inf_leaves_everything_untouched_halves_the_scale_and_counts
     model, optimizer = make_wrapped(name)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for number in range(7):
-        scaler.scale(loss_of(model, number)).backward()
+        scaler.scale(token_loss_of(model, number)).backward()
         before = deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
         if number in (3, 4):
             model.hidden.weight.grad[0, 0] = bad
@@ -190,7 +155,7 @@ def test_clearing_after_a_skip_leaves_no_inf_behind(clear):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     norms = []
     for number in range(8):
-        scaler.scale(loss_of(model, number)).backward()
+        scaler.scale(token_loss_of(model, number)).backward()
         reference.scaled_backward(number)
         if number in (2, 4):  # the next batch gives this parameter no gradient
             for of_model in (model.sometimes.weight.grad, reference.sums[reference.model.sometimes.weight]):
@@ -214,7 +179,7 @@ def test_stock_clipping_after_unscale_clips_the_unscaled_gradients_as_in_the_twi
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     reference = ScaledReference("AdamW", 2.0**10, growth_interval=2000, max_grad_norm=0.1)
     for number in range(NUM_STEPS):
-        scaler.scale(loss_of(model, number)).backward()
+        scaler.scale(token_loss_of(model, number)).backward()
         reference.scaled_backward(number)
         scaled = model.hidden.weight.grad.clone()
         scaler.unscale_(optimizer)
@@ -236,7 +201,7 @@ def test_the_wrappers_own_clip_after_unscale_measures_the_unscaled_gradients():
     model, optimizer = make_wrapped()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for number in range(3):
-        scaler.scale(loss_of(model, number)).backward()
+        scaler.scale(token_loss_of(model, number)).backward()
         scaler.unscale_(optimizer)
         grads = [param.grad.double() for param in model.parameters() if param.grad is not None]
         exact = sum(grad.square().sum() for grad in grads).sqrt().item()
@@ -255,7 +220,7 @@ def test_unscaling_twice_raises_as_with_a_stock_optimizer():
     model, optimizer = make_wrapped()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for number in range(3):
-        scaler.scale(loss_of(model, number)).backward()
+        scaler.scale(token_loss_of(model, number)).backward()
         scaler.unscale_(optimizer)
         with pytest.raises(RuntimeError, match="already been called on this optimizer"):
             scaler.unscale_(optimizer)
@@ -268,7 +233,7 @@ def test_a_scaler_with_merged_micro_batches_raises_with_the_remedy_and_changes_n
     model, optimizer = make_wrapped(gradient_accumulation_steps=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for number in range(3):
-        scaler.scale(loss_of(model, number)).backward()
+        scaler.scale(token_loss_of(model, number)).backward()
         with pytest.raises(RuntimeError, match=r"gradient_accumulation_steps=2.*Use gradient_accumulation_steps=1"):
             scaler.step(optimizer)
         assert not any(changed(model))
@@ -303,7 +268,7 @@ def test_a_scaler_of_another_class_is_known_by_what_it_is(num_merged):
     model, optimizer = make_wrapped(gradient_accumulation_steps=num_merged)
     scaler = LaterScaler("cpu", init_scale=2.0**10)
     for number in range(3):
-        scaler.scale(loss_of(model, number)).backward()
+        scaler.scale(token_loss_of(model, number)).backward()
         if num_merged == 2:
             with pytest.raises(RuntimeError, match="gradient_accumulation_steps=2"):
                 scaler.step(optimizer)
@@ -318,7 +283,7 @@ def test_a_scaler_that_is_switched_off_goes_with_merged_micro_batches():
     model, optimizer = make_wrapped(gradient_accumulation_steps=2)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     for number in range(6):
-        scaler.scale(loss_of(model, number)).backward()
+        scaler.scale(token_loss_of(model, number)).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -340,7 +305,7 @@ def test_without_any_gradient_a_scaler_says_what_it_says_with_a_stock_optimizer(
     assert not any(changed(model))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for number in range(3):  # and it still trains
-        scaler.scale(loss_of(model, number)).backward()
+        scaler.scale(token_loss_of(model, number)).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -348,14 +313,14 @@ def test_without_any_gradient_a_scaler_says_what_it_says_with_a_stock_optimizer(
 
 
 def test_an_inf_in_one_of_several_inner_optimizers_skips_all_of_them():
-    model = make_model()
+    model = make_model(torch.float16)
     matrices = [model.hidden.weight, model.sometimes.weight]
     others = [param for param in model.parameters() if all(param is not matrix for matrix in matrices)]
     optimizer = FusedMainGradOptimizer([torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for number in (0, 2, 4):
         before = deepcopy(model.state_dict())
-        scaler.scale(loss_of(model, number)).backward()
+        scaler.scale(token_loss_of(model, number)).backward()
         if number == 2:
             model.head.bias.grad[0] = float("inf")  # AdamW's
         scaler.step(optimizer)
@@ -376,7 +341,7 @@ def test_an_fp32_model_under_fp16_autocast_ends_bit_equal_to_the_bare_optimizer(
     for number in range(12):
         for model, opt, scaler in zip(models, optimizers, scalers, strict=True):
             with torch.autocast("cpu", dtype=torch.float16):
-                loss = loss_of(model, number)
+                loss = token_loss_of(model, number)
             scaler.scale(loss).backward()
             scaler.step(opt)
             scaler.update()

@@ -3,43 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from reference import Reference
 from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
+from tests.compare import assert_bit_equal, main_params
+from tests.models import TokenNet, token_loss_of
+from tests.reference import Reference
 
 NUM_WINDOWS = 4
 LOW = [torch.bfloat16, torch.float16]
 UNIT = 2.0**-24  # unit roundoff of float32
-
-
-class Net(nn.Module):
-    """An embedding whose weight is also the head's, parameters used on even micro-batches only, and never."""
-
-    def __init__(self, is_tied):
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.norm = nn.LayerNorm(8)
-        self.hidden = nn.Linear(8, 8)
-        self.sometimes = nn.Linear(8, 8, bias=False)
-        self.never = nn.Linear(3, 2)
-        self.head = None if is_tied else nn.Parameter(self.embed.weight.detach().clone())
-
-    def forward(self, tokens, number):
-        x = torch.tanh(self.hidden(self.norm(self.embed(tokens))))
-        if number % 2 == 0:
-            x = x + self.sometimes(x)
-        return nn.functional.linear(x, self.embed.weight if self.head is None else self.head)
-
-
-def make_model(dtype, is_tied=True):
-    torch.manual_seed(3)
-    return Net(is_tied).to(dtype)
-
-
-def loss_of(model, number):
-    tokens = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(number))
-    return nn.functional.cross_entropy(model(tokens, number).float().flatten(0, 1), tokens.flatten())
 
 
 class UntiedReference(Reference):
@@ -82,16 +55,11 @@ def groups_of(model, name):
 
 def make_pair(name, dtype, **settings):
     """Return a wrapped tied model and its twin: ``(model, optimizer), reference``."""
-    model = make_model(dtype)
+    model = TokenNet(dtype, has_unused=True)
     optimizer = FusedMainGradOptimizer(OPTIMIZERS[name](with_lr(groups_of(model, name))), **settings)
-    twin = make_model(dtype, is_tied=False)
+    twin = TokenNet(dtype, head="copy", has_unused=True)
     reference = UntiedReference(twin, lambda groups: OPTIMIZERS[name](with_lr(groups)), groups_of(twin, name))
     return (model, optimizer), reference
-
-
-def main_params(optimizer):
-    state = optimizer.state_dict()["state"]
-    return [state[index]["main_param"] for index in range(len(state))]
 
 
 def held(optimizer):
@@ -102,13 +70,6 @@ def tensors_in(value):
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for item in value.values() for tensor in tensors_in(item)] if isinstance(value, dict) else []
-
-
-def assert_bit_equal(tensors, others):
-    for ours, theirs in zip(tensors, others, strict=True):
-        assert torch.isfinite(ours).all()
-        assert ours.dtype is theirs.dtype
-        assert torch.equal(ours, theirs)
 
 
 def assert_is_rounded_main_param(optimizer):
@@ -151,11 +112,11 @@ def test_every_window_ends_bit_equal_to_the_twin(name, way, dtype):
     for window in range(NUM_WINDOWS):
         for i in range(num_micro_batches):
             number = window * num_micro_batches + i
-            loss = loss_of(model, number)
+            loss = token_loss_of(model, number)
             assert torch.isfinite(loss)
             loss.backward()
             assert model.embed.weight.grad is model.embed.weight.main_grad
-            reference.backward(loss_of(reference.model, number))
+            reference.backward(token_loss_of(reference.model, number))
             if is_merging:
                 optimizer.step()
                 assert optimizer.window_ends == (i == num_micro_batches - 1)
@@ -179,7 +140,7 @@ def test_inner_state_is_float32_and_training_goes_on_bit_equal_after_a_load(name
 
     def train(numbers, model, optimizer):
         for number in numbers:
-            loss_of(model, number).backward()
+            token_loss_of(model, number).backward()
             optimizer.step()
             model.zero_grad()
 
@@ -189,7 +150,7 @@ def test_inner_state_is_float32_and_training_goes_on_bit_equal_after_a_load(name
     assert_inner_state_is_float32(other)
     train(range(3, 6), other_model, other)
     for number in range(6):
-        reference.backward(loss_of(reference.model, number))
+        reference.backward(token_loss_of(reference.model, number))
         reference.step()
     assert_matches(other_model, other, reference)
 
@@ -197,9 +158,9 @@ def test_inner_state_is_float32_and_training_goes_on_bit_equal_after_a_load(name
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("name", ["AdamW", "AdamW foreach", "SGD momentum", "RMSprop"])
 def test_state_that_an_optimizer_had_before_wrapping_becomes_float32_and_step_counts_stay(name, dtype):
-    model = make_model(dtype)
+    model = TokenNet(dtype, has_unused=True)
     inner = OPTIMIZERS[name](with_lr(groups_of(model, name)))
-    loss_of(model, 0).backward()
+    token_loss_of(model, 0).backward()
     inner.step()
     model.zero_grad()
     for state in inner.state.values():  # bare fp16 training is no source of finite numbers
@@ -230,11 +191,11 @@ class DecaysAll(torch.optim.SGD):
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_a_main_param_that_moved_without_a_gradient_reaches_the_model(dtype):
-    model = make_model(dtype)
+    model = TokenNet(dtype, has_unused=True)
     optimizer = FusedMainGradOptimizer(DecaysAll(model.parameters(), lr=0.1))
     main = model.never.weight.detach().float()
     for number in range(3):
-        loss_of(model, number).backward()
+        token_loss_of(model, number).backward()
         assert model.never.weight.grad is None
         optimizer.step()
         optimizer.zero_grad()
@@ -247,7 +208,7 @@ def test_a_main_param_that_moved_without_a_gradient_reaches_the_model(dtype):
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_an_inner_closure_is_evaluated_at_the_rounded_main_params_bit_equal_to_the_twin(line_search, dtype):
     settings = {"lr": 0.3, "max_iter": 4, "line_search_fn": line_search}
-    model, twin = make_model(dtype), make_model(dtype, is_tied=False)
+    model, twin = TokenNet(dtype, has_unused=True), TokenNet(dtype, head="copy", has_unused=True)
     optimizer = FusedMainGradOptimizer(torch.optim.LBFGS(model.parameters(), **settings))
     # Parameter by parameter in the same order: LBFGS works on one flat vector.
     params = [dict(twin.named_parameters())[key] for key, _ in model.named_parameters()]
@@ -256,7 +217,7 @@ def test_an_inner_closure_is_evaluated_at_the_rounded_main_params_bit_equal_to_t
 
     def closure():
         optimizer.zero_grad()
-        losses.append(loss_of(model, len(losses)))  # every second evaluation gives a parameter no gradient
+        losses.append(token_loss_of(model, len(losses)))  # every second evaluation gives a parameter no gradient
         losses[-1].backward()
         return losses[-1]
 
@@ -266,7 +227,7 @@ def test_an_inner_closure_is_evaluated_at_the_rounded_main_params_bit_equal_to_t
                 param.copy_(main)
             twin.head.copy_(twin.embed.weight)
         reference.sums.clear()
-        twin_losses.append(loss_of(twin, len(twin_losses)))
+        twin_losses.append(token_loss_of(twin, len(twin_losses)))
         reference.backward(twin_losses[-1])
         for param, main in reference.mains.items():
             main.grad = reference.sums.get(param)
@@ -280,7 +241,7 @@ def test_an_inner_closure_is_evaluated_at_the_rounded_main_params_bit_equal_to_t
         assert_bit_equal(main_params(optimizer), [reference.mains[param].detach() for param in params])
         assert_is_rounded_main_param(optimizer)
     assert len(losses) > 2 * 3  # the inner optimizer did ask again
-    assert not torch.equal(model.sometimes.weight, make_model(dtype).sometimes.weight)
+    assert not torch.equal(model.sometimes.weight, TokenNet(dtype, has_unused=True).sometimes.weight)
 
 
 def test_two_uses_of_one_weight_in_one_backward_are_summed_in_float32():

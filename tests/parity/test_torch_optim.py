@@ -1,5 +1,6 @@
 """Wrapping never changes the mathematics: every torch optimizer, in every form, ends bit-equal to the bare one."""
 
+import functools
 import inspect
 import itertools
 
@@ -9,44 +10,15 @@ from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
 from fusedopt.gradients.clip import Clip
+from tests import models
+from tests.compare import assert_bit_equal, snapshot
+from tests.models import TokenNet, token_loss_of
 
 NUM_STEPS = 20
 LATE = 3  # the step at which a parameter gets its first gradient
 
-
-class Net(nn.Module):
-    """Has one weight used twice, and parameters used on even steps only, from a late step on only, and never."""
-
-    def __init__(self, late):
-        super().__init__()
-        self.first_use_of_late = late
-        self.embed = nn.Embedding(11, 6)
-        self.norm = nn.LayerNorm(6)
-        self.hidden = nn.Linear(6, 6)
-        self.sometimes = nn.Linear(6, 6, bias=False)
-        self.late = nn.Linear(6, 6)
-        self.never = nn.Linear(5, 7)
-
-    def forward(self, tokens, number):
-        x = self.norm(self.embed(tokens))
-        x = torch.tanh(self.hidden(x))
-        if number % 2 == 0:
-            x = x + self.sometimes(x)
-        if number >= self.first_use_of_late:
-            x = x + self.late(x)
-        return nn.functional.linear(x, self.embed.weight)
-
-
-def make_model(dtype=torch.float32, late=LATE):
-    torch.manual_seed(3)
-    return Net(late).to(dtype)
-
-
-def backward(model, number):
-    tokens = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(number))
-    loss = nn.functional.cross_entropy(model(tokens, number).flatten(0, 1), tokens.flatten())
-    loss.backward()
-    return loss
+make_model = functools.partial(TokenNet, late=LATE, has_unused=True)
+backward = functools.partial(models.backward, loss_of=token_loss_of)
 
 
 def optimizer_classes():
@@ -120,13 +92,6 @@ def two_groups(cls, model):
     return [{"params": params[0::2]}, second]
 
 
-def assert_bit_equal(tensors, others):
-    for ours, theirs in zip(tensors, others, strict=True):
-        assert torch.isfinite(ours).all()
-        assert ours.dtype is theirs.dtype
-        assert torch.equal(ours, theirs)
-
-
 def assert_equal_state(wrapped, model, bare, bare_model):
     for param, bare_param in zip(model.parameters(), bare_model.parameters(), strict=True):
         assert (param in wrapped.state) == (bare_param in bare.state)
@@ -142,14 +107,10 @@ def assert_equal_state(wrapped, model, bare, bare_model):
                 assert ours[key] == value, key
 
 
-def snapshot(model):
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
 def train_side_by_side(cls, settings, dtype=torch.float32, num_steps=NUM_STEPS):
     """Train a bare and a wrapped optimizer with schedulers; compare after every step. Return both optimizers."""
     late = LATE if can_start_late(cls, settings) else 0
-    models = [make_model(dtype, late), make_model(dtype, late)]
+    models = [make_model(dtype, late=late), make_model(dtype, late=late)]
     before = snapshot(models[0])
     bare, wrapped = (cls(two_groups(cls, model), **settings) for model in models)
     wrapped = FusedMainGradOptimizer(wrapped)

@@ -221,9 +221,8 @@ def test_bf16_linears_through_fp32_are_the_same_for_a_bf16_model_and_under_autoc
 
 def test_the_trace_of_one_gradient_names_the_parts_of_a_step_in_the_order_of_the_diagram():
     found = trace()
-    parts = ["gradients/arrival.py", "reduction/reducer.py", "gradients/clip.py", "step/fused_step.py"]
-    parts += ["reduction/transport.py"]
-    last = [len(found.calls) - found.calls[::-1].index(part) for part in parts[2:]]
-    assert found.calls.index(parts[0]) < found.calls.index(parts[1]) < min(last)
-    assert last == sorted(last)
+    parts = ["gradients/arrival.py", "reduction/reducer.py", "gradients/clip.py", "inner/hooks.py"]
+    first = [found.calls.index(part) for part in parts]
+    assert first == sorted(first)
+    assert len(set(found.calls)) <= 12
     assert found.report()[-1].startswith(f"{len(set(found.calls))} files, {len(found.calls)} calls, ")

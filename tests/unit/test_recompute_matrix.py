@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fusedopt
 from fusedopt import MainGradFunction
+from tests.models import integers
 
 SIZE = 8
 ROWS = (6, 4)
@@ -124,10 +125,6 @@ WAYS = {
     "hooks that clone": cloning_hooks,
     "save_on_cpu and non-reentrant": save_on_cpu_non_reentrant,
 }
-
-
-def integers(*shape, limit=3, dtype=torch.bfloat16):
-    return torch.randint(-limit, limit + 1, shape).to(dtype)
 
 
 def forward(way, layer, uses, weight, bias, rows, autocast, dtype):

@@ -11,6 +11,7 @@ from torch import nn
 from benchmarks.memory import LiveTensors
 from fusedopt import FusedMainGradOptimizer, convert_linears
 from fusedopt.buffers import flat as buffers_module
+from tests.models import Mlp, loss_of, train
 
 NORM = 4  # bytes of `grad_norm`, which an unwrapped wrapper still tells
 COMPILER_WARNINGS = ("ignore:.*is deprecated", "ignore:.*should not be instantiated", "ignore:The .grad attribute")
@@ -19,24 +20,9 @@ pytestmark = [pytest.mark.filterwarnings(warning) for warning in COMPILER_WARNIN
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def make_net(dtype):
-    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 8)).to(dtype)
-
-
-def loss_of(net):
-    return net(torch.ones(4, 16, dtype=net[0].weight.dtype)).float().square().mean()
-
-
-def train(net, optimizer, num_steps=2):
-    for _ in range(num_steps):
-        loss_of(net).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _torch_has_imported_what_it_needs():
-    train(net := make_net(torch.bfloat16), FusedMainGradOptimizer(torch.optim.AdamW(net.parameters())))
+    train(net := Mlp(), FusedMainGradOptimizer(torch.optim.AdamW(net.parameters())), range(2))
     gc.collect()  # importing dynamo leaves the frames around it in a cycle, once
 
 
@@ -73,13 +59,13 @@ def alive(refs):
 
 def plain(net, **settings):
     optimizer = FusedMainGradOptimizer(torch.optim.AdamW(net.parameters()), bucket_mib=1, **settings)
-    train(net, optimizer)
+    train(net, optimizer, range(2))
     return optimizer
 
 
 def merging(net):
     optimizer = plain(net, gradient_accumulation_steps=3)
-    train(net, optimizer, num_steps=3)  # one step, and two micro-batches are pending
+    train(net, optimizer, range(3))  # one step, and two micro-batches are pending
     assert optimizer._window.num_pending == 2
     return optimizer
 
@@ -87,34 +73,34 @@ def merging(net):
 def with_fused_layers(net):
     optimizer = plain(net)
     convert_linears(net)
-    train(net, optimizer)
+    train(net, optimizer, range(2))
     return optimizer
 
 
 def with_gradients(net):
     optimizer = plain(net)
-    loss_of(net).backward()
+    loss_of(net, 0).backward()
     return optimizer
 
 
 def with_a_scheduler(net):
     optimizer = plain(net)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
-    train(net, optimizer)
+    train(net, optimizer, range(2))
     scheduler.step()
     return optimizer
 
 
 def copied(net):
     optimizer = plain(net)
-    train(*copy.deepcopy((net, optimizer)))
+    train(*copy.deepcopy((net, optimizer)), range(2))
     return optimizer
 
 
 def loaded(net):
     optimizer = plain(net)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(net, optimizer)
+    train(net, optimizer, range(2))
     return optimizer
 
 
@@ -126,24 +112,24 @@ def fails(error, use):
 
 def after_a_failed_step(net):
     optimizer = plain(net, nonfinite="raise")
-    loss_of(net).backward()
-    net[0].weight.grad.fill_(torch.nan)
+    loss_of(net, 0).backward()
+    net.first.weight.grad.fill_(torch.nan)
     fails(FloatingPointError, optimizer.step)
-    main_grad, net[0].weight.main_grad = net[0].weight.main_grad, torch.zeros(32, 16)  # rebound: refused by name
+    main_grad, net.first.weight.main_grad = net.first.weight.main_grad, torch.zeros(6, 5)  # rebound: refused by name
     for use in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
         fails(RuntimeError, use)
-    net[0].weight.main_grad = main_grad
+    net.first.weight.main_grad = main_grad
     optimizer.zero_grad()
     for bad in ({"state": {}, "param_groups": []}, {}):
         fails((ValueError, KeyError), lambda bad=bad: optimizer.load_state_dict(bad))
-    fails(RuntimeError, lambda: optimizer.add_param_group({"params": [net[0].weight]}))
+    fails(RuntimeError, lambda: optimizer.add_param_group({"params": [net.first.weight]}))
     return optimizer
 
 
 def after_a_failed_backward(net):
     optimizer = plain(net)
-    handle = net[0].weight.register_hook(lambda grad: 1 / 0)
-    fails(ZeroDivisionError, lambda: loss_of(net).backward())
+    handle = net.first.weight.register_hook(lambda grad: 1 / 0)
+    fails(ZeroDivisionError, lambda: loss_of(net, 0).backward())
     handle.remove()
     return optimizer
 
@@ -159,7 +145,7 @@ def with_user_hooks(net):
     for param in net.parameters():
         param.register_post_accumulate_grad_hook(lambda p: None)
     optimizer.register_step_post_hook(lambda *_: None)
-    train(net, optimizer)
+    train(net, optimizer, range(2))
     return optimizer
 
 
@@ -169,7 +155,7 @@ def compiled(net):
     torch._dynamo.reset()
     run = torch.compile(net, backend="aot_eager")
     for _ in range(2):
-        run(torch.ones(4, 16, dtype=net[0].weight.dtype)).float().square().mean().backward()
+        run(torch.ones(4, 5)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
@@ -184,7 +170,7 @@ MAKERS = [
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_dropped_wrapper_frees_its_memory_at_once(make, dtype):
-    net = make_net(dtype)
+    net = Mlp(dtype)
     optimizer = make(net)
     refs = memory_of(optimizer) | state_of(optimizer)
     assert len(alive(refs)) > 12
@@ -195,7 +181,7 @@ def test_a_dropped_wrapper_frees_its_memory_at_once(make, dtype):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("make", MAKERS)
 def test_unwrap_frees_the_wrappers_memory_at_once_though_the_wrapper_is_kept(make, dtype):
-    net = make_net(dtype)
+    net = Mlp(dtype)
     optimizer = make(net)
     refs, state = memory_of(optimizer), state_of(optimizer)
     inner = optimizer.unwrap()
@@ -251,11 +237,11 @@ def test_a_wrapping_that_runs_out_of_memory_leaves_nothing_behind(monkeypatch):
 
 
 def test_the_traceback_of_a_failed_step_keeps_no_flat_memory_of_an_unwrapped_wrapper():
-    net = make_net(torch.bfloat16)
+    net = Mlp(torch.bfloat16)
     optimizer = plain(net, nonfinite="raise")
     refs = memory_of(optimizer)
-    loss_of(net).backward()
-    net[0].weight.grad.fill_(torch.nan)
+    loss_of(net, 0).backward()
+    net.first.weight.grad.fill_(torch.nan)
     kept = []
     try:
         optimizer.step()

@@ -11,43 +11,15 @@ from torch import nn
 
 from fusedopt import FusedMainGradOptimizer, convert_linears, live_wrappers
 from fusedopt.buffers import main_grad
+from tests.compare import assert_bit_equal, values
+from tests.models import Mlp, adamw, loss_of, train
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def make_net(dtype=torch.bfloat16):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).to(dtype)
-
-
-def loss_of(net, number):
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number)).to(net[0].weight.dtype)
-    return net(x).float().square().mean()
-
-
-def train(net, optimizer, numbers):
-    for number in numbers:
-        loss_of(net, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def adamw(net, **settings):
-    return torch.optim.AdamW(net.parameters(), **{"lr": 0.01, "weight_decay": 0.1, **settings})
-
-
-def values(net):
-    return [param.detach().clone() for param in net.parameters()]
-
-
-def assert_equal(ours, theirs):
-    assert all(torch.isfinite(tensor).all() for tensor in ours)
-    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_a_rewrapped_model_trains_as_one_that_was_loaded_and_wrapped_anew(dtype):
-    net, other = make_net(dtype), make_net(dtype)
+    net, other = Mlp(dtype), Mlp(dtype)
     first = FusedMainGradOptimizer(adamw(net))
     train(net, first, range(3))
     other.load_state_dict(net.state_dict())
@@ -56,19 +28,19 @@ def test_a_rewrapped_model_trains_as_one_that_was_loaded_and_wrapped_anew(dtype)
     start = values(net)
     for optimizer, each in ((second, net), (fresh, other)):
         train(each, optimizer, range(3, 6))
-    assert_equal(values(net), values(other))
+    assert_bit_equal(values(net), values(other))
     assert not torch.equal(values(net)[0], start[0])
     assert all(param.main_grad is not None for param in net.parameters())
 
 
 def test_an_fp32_model_ends_bit_equal_to_two_bare_optimizers_one_after_the_other():
-    net, other = make_net(torch.float32), make_net(torch.float32)
+    net, other = Mlp(torch.float32), Mlp(torch.float32)
     held = []
     for numbers in (range(3), range(3, 6)):
         train(other, adamw(other), numbers)
         held.append(FusedMainGradOptimizer(adamw(net), rewrap=True))
         train(net, held[-1], numbers)
-    assert_equal(values(net), values(other))
+    assert_bit_equal(values(net), values(other))
 
 
 USES = {
@@ -84,19 +56,19 @@ USES = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_the_wrapper_that_held_the_parameters_raises_when_it_is_used_and_says_why(use):
-    net = make_net()
+    net = Mlp()
     first = FusedMainGradOptimizer(adamw(net))
     train(net, first, range(2))
     second = FusedMainGradOptimizer(adamw(net), rewrap=True)
     before = values(net)
     with pytest.raises(RuntimeError, match=r"was unwrapped: a later FusedMainGradOptimizer\(rewrap=True\) took"):
         use(first)
-    assert_equal(values(net), before)
+    assert_bit_equal(values(net), before)
     train(net, second, range(2))
 
 
 def test_without_a_wrapper_that_lives_rewrap_wraps():
-    net = make_net()
+    net = Mlp()
     train(net, FusedMainGradOptimizer(adamw(net), rewrap=True), range(2))
     optimizer = FusedMainGradOptimizer(adamw(net), rewrap=True)
     optimizer.unwrap()
@@ -132,13 +104,13 @@ def test_a_gradient_goes_on_in_fp32():
 
 
 def test_a_gradient_that_was_set_by_hand_goes_on_and_none_stays_none():
-    net = make_net()
+    net = Mlp()
     first = FusedMainGradOptimizer(adamw(net))
-    net[0].bias.grad = torch.arange(5.0)
+    net.first.bias.grad = torch.arange(6.0)
     second = FusedMainGradOptimizer(adamw(net), rewrap=True)
-    assert net[0].bias.grad is net[0].bias.main_grad
-    assert net[0].bias.grad.tolist() == [0, 1, 2, 3, 4]
-    assert [name for name, p in net.named_parameters() if p.grad is not None] == ["0.bias"]
+    assert net.first.bias.grad is net.first.bias.main_grad
+    assert net.first.bias.grad.tolist() == [0, 1, 2, 3, 4, 5]
+    assert [name for name, p in net.named_parameters() if p.grad is not None] == ["first.bias"]
     second.step()
     del first
 
@@ -146,7 +118,7 @@ def test_a_gradient_that_was_set_by_hand_goes_on_and_none_stays_none():
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_pending_window_is_cleared_with_a_warning_and_flush_ends_it_without_one(k):
     for is_flushed in (False, True):
-        net, other = make_net(), make_net()
+        net, other = Mlp(), Mlp()
         first = FusedMainGradOptimizer(adamw(net), gradient_accumulation_steps=3)
         for number in range(4):
             loss_of(net, number).backward()
@@ -167,12 +139,12 @@ def test_a_pending_window_is_cleared_with_a_warning_and_flush_ends_it_without_on
         assert all(param.grad is None for param in net.parameters())
         train(net, second, range(6))
         train(other, FusedMainGradOptimizer(adamw(other), gradient_accumulation_steps=k), range(6))
-        assert_equal(values(net), values(other))
+        assert_bit_equal(values(net), values(other))
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_a_backward_whose_forward_ran_under_the_wrapper_before_arrives_at_the_new_one(is_fused):
-    net, other = make_net(), make_net()
+    net, other = Mlp(), Mlp()
     if is_fused:
         convert_linears(net), convert_linears(other)
     first = FusedMainGradOptimizer(adamw(net))
@@ -182,8 +154,8 @@ def test_a_backward_whose_forward_ran_under_the_wrapper_before_arrives_at_the_ne
     for each, optimizer in ((loss, second), (loss_of(other, 0), fresh)):
         each.backward()
         optimizer.step()
-    assert_equal(values(net), values(other))
-    assert_equal([p.grad for p in net.parameters()], [p.grad for p in other.parameters()])
+    assert_bit_equal(values(net), values(other))
+    assert_bit_equal([p.grad for p in net.parameters()], [p.grad for p in other.parameters()])
     del first
 
 
@@ -191,7 +163,7 @@ def test_a_backward_whose_forward_ran_under_the_wrapper_before_arrives_at_the_ne
 
 
 def test_several_wrappers_become_one_and_one_becomes_several():
-    net, other = make_net(), make_net()
+    net, other = Mlp(), Mlp()
     params = list(net.parameters())
     halves = [FusedMainGradOptimizer(torch.optim.SGD(part, lr=0.1)) for part in (params[:3], params[3:])]
     whole = FusedMainGradOptimizer(adamw(net), rewrap=True)
@@ -200,7 +172,7 @@ def test_several_wrappers_become_one_and_one_becomes_several():
             half.step()
     train(net, whole, range(2))
     train(other, FusedMainGradOptimizer(adamw(other)), range(2))
-    assert_equal(values(net), values(other))
+    assert_bit_equal(values(net), values(other))
     first = FusedMainGradOptimizer(torch.optim.SGD(params[:3], lr=0.1), rewrap=True)
     assert not hasattr(params[5], "main_grad")  # given back, as by unwrap()
     second = FusedMainGradOptimizer(torch.optim.SGD(params[3:], lr=0.1), rewrap=True)
@@ -209,12 +181,12 @@ def test_several_wrappers_become_one_and_one_becomes_several():
 
 
 def test_parameters_that_the_new_optimizer_leaves_out_are_as_torch_made_them_and_keep_their_gradient():
-    net = make_net()
+    net = Mlp()
     before = [(dict(vars(param)), param.grad_dtype, param._post_accumulate_grad_hooks) for param in net.parameters()]
     first = FusedMainGradOptimizer(adamw(net))
     loss_of(net, 0).backward()
     rounded = [param.grad.bfloat16() for param in net.parameters()]
-    second = FusedMainGradOptimizer(torch.optim.SGD(net[0].parameters(), lr=0.1), rewrap=True)
+    second = FusedMainGradOptimizer(torch.optim.SGD(net.first.parameters(), lr=0.1), rewrap=True)
     for param, was, grad in list(zip(net.parameters(), before, rounded, strict=True))[2:]:
         assert (dict(vars(param)), param.grad_dtype, param._post_accumulate_grad_hooks or None) == was
         assert torch.equal(param.grad, grad)
@@ -223,21 +195,21 @@ def test_parameters_that_the_new_optimizer_leaves_out_are_as_torch_made_them_and
 
 
 def test_parameters_that_were_frozen_are_taken_over_as_well():
-    net = make_net()
-    net[0].requires_grad_(False)
+    net = Mlp()
+    net.first.requires_grad_(False)
     first = FusedMainGradOptimizer(adamw(net))
-    net[0].requires_grad_(True)
-    second = FusedMainGradOptimizer(torch.optim.SGD(net[0].parameters(), lr=0.1), rewrap=True)
+    net.first.requires_grad_(True)
+    second = FusedMainGradOptimizer(torch.optim.SGD(net.first.parameters(), lr=0.1), rewrap=True)
     start = values(net)
     loss_of(net, 0).backward()  # the hook that refuses a gradient of a frozen parameter is gone
     second.step()
-    assert not torch.equal(net[0].weight, start[0])
+    assert not torch.equal(net.first.weight, start[0])
     with pytest.raises(RuntimeError, match="was unwrapped"):
         first.step()
 
 
 def test_the_inner_optimizer_before_gets_its_parameters_and_state_back_as_by_unwrap():
-    nets = [make_net(), make_net()]
+    nets = [Mlp(), Mlp()]
     inners = [adamw(net) for net in nets]
     wrappers = [FusedMainGradOptimizer(inner) for inner in inners]
     for net, wrapper in zip(nets, wrappers, strict=True):
@@ -246,14 +218,14 @@ def test_the_inner_optimizer_before_gets_its_parameters_and_state_back_as_by_unw
     kept = FusedMainGradOptimizer(adamw(nets[0]), rewrap=True)
     wrappers[1].unwrap()
     for key in ("exp_avg", "exp_avg_sq", "step"):
-        assert_equal(*([state[key] for state in inner.state.values()] for inner in inners))
+        assert_bit_equal(*([state[key] for state in inner.state.values()] for inner in inners))
     assert [id(param) for param in inners[0].param_groups[0]["params"]] == [id(param) for param in nets[0].parameters()]
     assert [inner.param_groups[0]["lr"] for inner in inners] == [0.5, 0.5]
     kept.unwrap()
 
 
 def test_a_model_that_was_copied_with_its_wrapper_is_rewrapped_by_itself():
-    net = make_net()
+    net = Mlp()
     first = FusedMainGradOptimizer(adamw(net))
     train(net, first, range(2))
     copied, wrapper = copy.deepcopy((net, first))
@@ -265,7 +237,7 @@ def test_a_model_that_was_copied_with_its_wrapper_is_rewrapped_by_itself():
 
 
 def test_memory_of_the_wrapper_before_is_freed_though_it_is_kept():
-    net = make_net()
+    net = Mlp()
     first = FusedMainGradOptimizer(adamw(net))
     train(net, first, range(2))
     loss_of(net, 0).backward()
@@ -290,14 +262,14 @@ def test_memory_of_the_wrapper_before_is_freed_though_it_is_kept():
     ids=str,
 )
 def test_a_refused_rewrap_leaves_the_wrapper_that_holds_the_parameters_at_work(settings, error):
-    net, other = make_net(), make_net()
+    net, other = Mlp(), Mlp()
     wrappers = [FusedMainGradOptimizer(adamw(each)) for each in (net, other)]
     for each, wrapper in zip((net, other), wrappers, strict=True):
         train(each, wrapper, range(2))
         loss_of(each, 2).backward()
     with pytest.raises(error):
         FusedMainGradOptimizer(adamw(net), rewrap=True, **settings)
-    net[0].weight.note = torch.ones(1)
+    net.first.weight.note = torch.ones(1)
     frozen = torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.complex64)), *net.parameters()], lr=0.1)
     with pytest.raises(TypeError, match="complex"):
         FusedMainGradOptimizer(frozen, rewrap=True)
@@ -305,13 +277,13 @@ def test_a_refused_rewrap_leaves_the_wrapper_that_holds_the_parameters_at_work(s
         wrapper.step()
         wrapper.zero_grad()
         train(each, wrapper, range(3, 5))
-    assert_equal(values(net), values(other))
+    assert_bit_equal(values(net), values(other))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("rewrap", [False, True])
 def test_an_inner_optimizer_that_is_wrapped_already_is_told_from_one_that_is_new(rewrap, dtype):
-    net = make_net(dtype)
+    net = Mlp(dtype)
     inner = adamw(net)
     wrapper = FusedMainGradOptimizer(inner)
     train(net, wrapper, range(2))
@@ -325,7 +297,7 @@ def test_an_inner_optimizer_that_is_wrapped_already_is_told_from_one_that_is_new
 
 
 def test_main_params_in_a_new_optimizer_are_told_from_the_models_parameters():
-    net = make_net()
+    net = Mlp()
     inner = adamw(net)
     wrapper = FusedMainGradOptimizer(inner)
     with pytest.raises(RuntimeError, match=r"already has a main_grad.*a main_param.*model\.parameters\(\)"):
@@ -335,16 +307,16 @@ def test_main_params_in_a_new_optimizer_are_told_from_the_models_parameters():
 
 @pytest.mark.parametrize("rewrap", [False, True])
 def test_a_main_grad_of_another_library_is_named_so_and_never_taken_over(rewrap):
-    net = make_net()
-    net[0].weight.main_grad = mine = torch.ones(5, 6)
+    net = Mlp()
+    net.first.weight.main_grad = mine = torch.ones(6, 5)
     with pytest.raises(RuntimeError, match=r"already has a main_grad that no FusedMainGradOptimizer made: Megatron"):
         FusedMainGradOptimizer(adamw(net), rewrap=rewrap)
-    assert net[0].weight.main_grad is mine
-    assert not hasattr(net[2].weight, "main_grad")
+    assert net.first.weight.main_grad is mine
+    assert not hasattr(net.second.weight, "main_grad")
 
 
 def test_the_message_names_unwrap_before_the_other_ways_out_and_each_works():
-    net = make_net()
+    net = Mlp()
     wrapper = FusedMainGradOptimizer(adamw(net))
     with pytest.raises(RuntimeError) as caught:
         FusedMainGradOptimizer(adamw(net))
@@ -361,24 +333,24 @@ def test_the_message_names_unwrap_before_the_other_ways_out_and_each_works():
 
 
 def test_holders_forget_wrappers_that_are_unwrapped_dropped_or_never_finished(monkeypatch):
-    net = make_net()
+    net = Mlp()
     inner = adamw(net)
     wrapper = FusedMainGradOptimizer(inner)
-    assert live_wrappers.find(inner) is live_wrappers.find(net[0].weight) is wrapper
+    assert live_wrappers.find(inner) is live_wrappers.find(net.first.weight) is wrapper
     assert live_wrappers.find(inner.param_groups[0]["params"][0]) is wrapper
     wrapper.unwrap()
     assert live_wrappers.find(inner) is None
     FusedMainGradOptimizer(inner)
-    assert live_wrappers.find(net[0].weight) is None
+    assert live_wrappers.find(net.first.weight) is None
 
     def full(*_):
         raise MemoryError
 
-    monkeypatch.setattr("fusedopt.gradients.dynamo.watch", full)
+    monkeypatch.setattr("fusedopt.optimizer.watch_compiler", full)
     with pytest.raises(MemoryError) as caught:
         FusedMainGradOptimizer(inner)
     del caught
-    assert live_wrappers.find(net[0].weight) is None
+    assert live_wrappers.find(net.first.weight) is None
 
 
 def test_wrapping_again_and_again_leaves_nothing_registered():

@@ -1,7 +1,7 @@
 """A backend's one-pass step in the place of the inner optimizer's: when it may, and that nothing else changes.
 
 The backend here is torch arithmetic under another name, so that every comparison is of bits. The real kernels are
-tested in test_triton_ops.py and test_adapters.py.
+tested in test_triton_step.py and test_adapters.py.
 """
 
 import copy

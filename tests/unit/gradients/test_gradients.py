@@ -9,38 +9,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedopt
+from tests.models import Mlp, OneOfEachKind, backward
 
 BF16_STEP = 256.0  # in bf16, 256 + 1 == 256: eight bits of mantissa
 
 
 def wrap(model, **settings):
     return fusedopt.FusedMainGradOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), **settings)
-
-
-def mlp(dtype=torch.bfloat16):
-    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)).to(dtype)
-
-
-def backward(model, rows=4):
-    dtype = next(model.parameters()).dtype
-    model(torch.randn(rows, 8).to(dtype)).float().square().mean().backward()
-
-
-class OneOfEachKind(nn.Module):
-    """A linear, an embedding, a norm and a bias whose gradients are the factor that forward is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(1, 1)
-        self.embedding = nn.Embedding(1, 1)
-        self.norm = nn.RMSNorm(1)
-        self.bias = nn.Parameter(torch.zeros(1))
-
-    def forward(self, factor):
-        one = torch.ones(1, 1, dtype=self.bias.dtype)
-        # x / |x| is 1 for a norm over one element, so that its weight's gradient is the factor too.
-        terms = self.linear(one), self.embedding(torch.zeros(1, dtype=torch.long)), self.norm(one), self.bias
-        return sum((term * factor).sum() for term in terms)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -88,14 +63,14 @@ def test_4096_equal_micro_gradients_sum_exactly():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_main_grad_is_a_view_of_a_contiguous_bucket_whose_storage_never_moves(dtype):
-    model = mlp(dtype)
+    model = Mlp(dtype)
     optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), max_grad_norm=1.0)
     flats = [bucket.grad for bucket in optimizer._buffers.buckets]
     assert len(flats) == 1
     assert flats[0].is_contiguous()
     addresses = [param.main_grad.data_ptr() for param in model.parameters()]
-    for _ in range(3):
-        backward(model)
+    for number in range(3):
+        backward(model, number)
         optimizer.step()
         optimizer.zero_grad()
     storage = flats[0].untyped_storage().data_ptr()
@@ -126,11 +101,11 @@ def test_main_grad_has_the_strides_of_a_dense_parameter():
 
 
 def test_after_a_backward_grad_is_main_grad_where_a_gradient_arrived_and_none_elsewhere():
-    model = mlp()
+    model = Mlp()
     unused = nn.Linear(3, 3).bfloat16()
     _optimizer = wrap(nn.ModuleList([model, unused]))
-    for _ in range(3):
-        backward(model)
+    for number in range(3):
+        backward(model, number)
         assert all(param.grad is param.main_grad for param in model.parameters())
         assert all(param.grad is None for param in unused.parameters())
 
@@ -148,9 +123,9 @@ CLEARS = {
 @pytest.mark.parametrize("clear", CLEARS.values(), ids=CLEARS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_way_of_clearing_clears_all_that_came_before(clear, dtype):
-    model = mlp(dtype)
+    model = Mlp(dtype)
     optimizer = wrap(model, max_grad_norm=1e9)
-    x = torch.randn(4, 8).to(dtype)
+    x = torch.randn(4, 5).to(dtype)
 
     def run():
         model(x).float().square().mean().backward()
@@ -182,7 +157,7 @@ def test_whole_bucket_operations_see_zero_where_grad_is_none():
 
 
 def test_step_does_not_clear():
-    model = mlp()
+    model = Mlp()
     optimizer = wrap(model)
     backward(model)
     before = [param.grad.clone() for param in model.parameters()]
@@ -229,7 +204,7 @@ def test_torch_refuses_a_gradient_of_another_dtype_or_shape():
 
 
 def test_a_gradient_that_hung_there_before_wrapping_is_kept():
-    model = mlp()
+    model = Mlp()
     backward(model)
     before = [param.grad.float() for param in model.parameters()]
     _optimizer = wrap(model)
@@ -241,15 +216,15 @@ def test_a_gradient_that_hung_there_before_wrapping_is_kept():
 @pytest.mark.parametrize("when", ["arrival", "step", "clip"])
 @pytest.mark.parametrize("how", ["rebound", "deleted"])
 def test_a_rebound_main_grad_raises_by_name(when, how):
-    model = mlp()
+    model = Mlp()
     optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1))
     backward(model)
     if how == "rebound":
-        model[3].weight.main_grad = torch.zeros(4, 16)
+        model.second.weight.main_grad = torch.zeros(3, 6)
     else:
-        del model[3].weight.main_grad
+        del model.second.weight.main_grad
     act = {"arrival": lambda: backward(model), "step": optimizer.step, "clip": lambda: optimizer.clip_grad_norm_(1.0)}
-    with pytest.raises(RuntimeError, match=r"main_grad of parameter 3\.weight .*param\.grad"):
+    with pytest.raises(RuntimeError, match=r"main_grad of parameter second\.weight .*param\.grad"):
         act[when]()
 
 
@@ -288,10 +263,10 @@ def test_post_accumulate_hooks_see_grad_is_main_grad_accumulated(registered):
 
 
 def test_stock_clip_grad_norm_clips_main_grad():
-    model, twin = mlp(torch.float32), mlp(torch.float32)
+    model, twin = Mlp(torch.float32), Mlp(torch.float32)
     twin.load_state_dict(model.state_dict())
     optimizer = wrap(model)
-    x = torch.randn(4, 8)
+    x = torch.randn(4, 5)
     for m in (model, twin):
         m(x).square().mean().backward()
     norms = [nn.utils.clip_grad_norm_(m.parameters(), 1e-3) for m in (model, twin)]
@@ -304,16 +279,16 @@ def test_stock_clip_grad_norm_clips_main_grad():
 
 
 def test_autograd_grad_leaves_main_grad_untouched_and_returns_the_gradient():
-    model = mlp()
+    model = Mlp()
     _optimizer = wrap(model)
     backward(model)
     before = [param.main_grad.clone() for param in model.parameters()]
-    x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(4, 5, dtype=torch.bfloat16, requires_grad=True)
     loss = model(x).float().square().mean()
-    grads = torch.autograd.grad(loss, [x, model[0].weight], retain_graph=True)
+    grads = torch.autograd.grad(loss, [x, model.first.weight], retain_graph=True)
     assert torch.isfinite(grads[1]).all()
     assert grads[1].abs().sum() > 0
-    (again,) = torch.autograd.grad(loss, [model[0].weight], create_graph=True)
+    (again,) = torch.autograd.grad(loss, [model.first.weight], create_graph=True)
     assert again.requires_grad
     assert torch.equal(again.detach().float(), grads[1].float())
     for param, grad in zip(model.parameters(), before, strict=True):
@@ -322,9 +297,9 @@ def test_autograd_grad_leaves_main_grad_untouched_and_returns_the_gradient():
 
 
 def test_backward_twice_with_retain_graph_adds_twice():
-    model = mlp()
+    model = Mlp()
     _optimizer = wrap(model)
-    loss = model(torch.randn(4, 8, dtype=torch.bfloat16)).float().square().mean()
+    loss = model(torch.randn(4, 5, dtype=torch.bfloat16)).float().square().mean()
     loss.backward(retain_graph=True)
     once = [param.grad.clone() for param in model.parameters()]
     loss.backward()
@@ -334,12 +309,12 @@ def test_backward_twice_with_retain_graph_adds_twice():
 
 
 def test_backward_with_inputs_accumulates_only_what_it_names():
-    model = mlp()
+    model = Mlp()
     _optimizer = wrap(model)
-    loss = model(torch.randn(4, 8, dtype=torch.bfloat16)).float().square().mean()
-    loss.backward(inputs=[model[0].weight])
-    assert model[0].weight.grad is model[0].weight.main_grad
-    assert all(param.grad is None for name, param in model.named_parameters() if name != "0.weight")
+    loss = model(torch.randn(4, 5, dtype=torch.bfloat16)).float().square().mean()
+    loss.backward(inputs=[model.first.weight])
+    assert model.first.weight.grad is model[0].weight.main_grad
+    assert all(param.grad is None for name, param in model.named_parameters() if name != "first.weight")
 
 
 @pytest.mark.parametrize("has_earlier_sum", [False, True])
@@ -365,7 +340,7 @@ def test_create_graph_raises_by_name_and_keeps_the_earlier_sum(dtype, has_earlie
 
 
 def test_a_raising_hook_keeps_the_windows_sum():
-    model = mlp()
+    model = Mlp()
     optimizer = wrap(model)
     backward(model)
     before = [param.grad.clone() for param in model.parameters()]
@@ -375,8 +350,8 @@ def test_a_raising_hook_keeps_the_windows_sum():
         if should_raise:
             raise ValueError("from the user's hook")
 
-    model[0].bias.register_hook(hook)
-    first_layer = [model[0].weight, model[0].bias]
+    model.first.bias.register_hook(hook)
+    first_layer = [model.first.weight, model[0].bias]
     with pytest.raises(ValueError, match="user's hook"):
         backward(model)
     for param, grad in zip(model.parameters(), before, strict=True):
@@ -413,7 +388,7 @@ def test_an_exception_in_the_backward_of_a_layer_keeps_the_earlier_sum():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("had_gradient", [True, False])
 def test_casting_the_model_after_wrapping_raises_by_name_at_the_next_arrival_or_step(cast, when, dtype, had_gradient):
-    model = mlp(dtype)
+    model = Mlp(dtype)
     optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1))
     if had_gradient:
         backward(model)
@@ -423,7 +398,7 @@ def test_casting_the_model_after_wrapping_raises_by_name_at_the_next_arrival_or_
         backward(model)  # a cast that changed nothing is no error; with a gradient, torch casts that one
         optimizer.step()
         return
-    with pytest.raises(RuntimeError, match=r"parameter \d\.(weight|bias) .*wrap the optimizer after"):
+    with pytest.raises(RuntimeError, match=r"parameter \w+\.(weight|bias) .*wrap the optimizer after"):
         backward(model) if when == "arrival" else optimizer.step()
     for name, param in model.named_parameters():
         assert torch.equal(param.detach(), before[name].to(param.dtype))
@@ -464,10 +439,10 @@ def test_a_function_that_returns_none_for_a_parameter_leaves_grad_none():
 
 def test_reentrant_and_non_reentrant_checkpoints_accumulate_as_without():
     results = []
-    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    x = torch.randn(4, 5, dtype=torch.bfloat16)
     for use_reentrant in (None, False, True):
         torch.manual_seed(1)
-        model = mlp()
+        model = Mlp()
         _optimizer = wrap(model)
         for _ in range(3):
             inputs = x.clone().requires_grad_()
@@ -483,7 +458,7 @@ def test_reentrant_and_non_reentrant_checkpoints_accumulate_as_without():
 
 
 def test_hooks_do_not_keep_a_dropped_model_alive():
-    model = mlp()
+    model = Mlp()
     optimizer = wrap(model)
     backward(model)
     optimizer.step()

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from window_twin import WindowTwin
 
 import fusedopt
+from tests.window_twin import WindowTwin
 
 CLIPS = st.tuples(
     st.just("clip"),

@@ -13,7 +13,7 @@ import fusedopt
 from fusedopt.integrations.arguments import FusedOptArguments, Owned, name_parameters
 
 transformers = pytest.importorskip("transformers")
-cases = pytest.importorskip("trainer_cases")
+cases = pytest.importorskip("tests.trainer_cases")
 
 OWNED = (
     Owned("gradient_accumulation_steps", 4, "TrainingArguments", 1),

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedopt
 from fusedopt import FusedLinear, MainGradFunction
+from tests.models import integers
 
 ORDERS = ["f1 b1 f2 b2", "f1 f2 b1 b2"]
 # Raised inside torch's own compiler stack (2.13), the third on any attribute of a ctx, the last on any graph break.
@@ -35,10 +36,6 @@ def _fresh_dynamo(request):
     counters.clear()
     yield
     torch._dynamo.reset()
-
-
-def integers(*shape, limit=3, dtype=torch.bfloat16):
-    return torch.randint(-limit, limit + 1, shape).to(dtype)
 
 
 class Model(nn.Module):
@@ -137,8 +134,8 @@ def test_a_plain_model_compiles_in_full_while_gradients_hang_on_it(recompute, ba
 
 def test_without_the_callbacks_dynamo_stops_at_the_attached_gradient(monkeypatch):
     """The test above is about something: this is what happens without it."""
-    monkeypatch.setattr(fusedopt.gradients.dynamo, "_take_off", lambda args: None)
-    monkeypatch.setattr(fusedopt.gradients.dynamo, "watch", lambda buffers: None)
+    monkeypatch.setattr("fusedopt.gradients.arrival._take_off", lambda args: None)
+    monkeypatch.setattr("fusedopt.optimizer.watch_compiler", lambda buffers: None)
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match=r"(?i)grad"):
         run(nn.Linear, "once", "f1 b1 f2 b2", backend="aot_eager")

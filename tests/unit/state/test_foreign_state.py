@@ -2,7 +2,6 @@
 
 import collections
 import copy
-import io
 
 import numpy as np
 import pytest
@@ -10,39 +9,10 @@ import torch
 from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
+from tests.compare import assert_bit_equal, through_a_file, values
+from tests.models import Mlp, loss_of, train
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def make_model(dtype):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(dtype)
-
-
-def train(model, optimizer, numbers):
-    for number in numbers:
-        optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(number)
-        inputs, targets = torch.randn(5, 6, generator=generator), torch.randn(5, 4, generator=generator)
-        (model(inputs.to(model[0].weight.dtype)).float() - targets).square().mean().backward()
-        optimizer.step()
-
-
-def values(model):
-    found = [param.detach().clone() for param in model.parameters()]
-    assert all(bool(torch.isfinite(value).all()) for value in found)
-    return found
-
-
-def assert_same(one, other):
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def through_a_file(value, *, weights_only):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only)
 
 
 # -- Python objects
@@ -101,17 +71,17 @@ class Keeps(torch.optim.SGD):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("steps", [1, 4])
 def test_state_with_python_objects_resumes_bit_exact(dtype, steps):
-    model = make_model(dtype)
+    model = Mlp(dtype, has_norm=False)
     optimizer = FusedMainGradOptimizer(Keeps(model.parameters(), lr=0.1))
     train(model, optimizer, range(steps))
     saved = through_a_file([model.state_dict(), optimizer.state_dict()], weights_only=False)
-    other = make_model(dtype)
+    other = Mlp(dtype, has_norm=False)
     resumed = FusedMainGradOptimizer(Keeps(other.parameters(), lr=0.1))
     resumed.load_state_dict(saved[1])
     other.load_state_dict(saved[0])
     for each, opt in ((model, optimizer), (other, resumed)):
         train(each, opt, range(steps, steps + 4))
-    assert_same(values(model), values(other))
+    assert_bit_equal(values(model), values(other))
     for one, two in zip(optimizer._buffers.entries, resumed._buffers.entries, strict=True):
         ours, theirs = optimizer.state[one.param], resumed.state[two.param]
         assert [type(value) for value in ours.values()] == [type(value) for value in theirs.values()]
@@ -125,7 +95,7 @@ def test_state_with_python_objects_resumes_bit_exact(dtype, steps):
 
 @pytest.mark.filterwarnings("ignore:.*weights_only=False:UserWarning")
 def test_loaded_objects_are_copies():
-    model = make_model(torch.bfloat16)
+    model = Mlp(torch.bfloat16, has_norm=False)
     optimizer = FusedMainGradOptimizer(Keeps(model.parameters(), lr=0.1))
     train(model, optimizer, range(3))
     saved = copy.deepcopy(optimizer.state_dict())
@@ -134,14 +104,14 @@ def test_loaded_objects_are_copies():
     train(model, optimizer, range(3, 5))
     for number, state in saved["state"].items():
         before = kept["state"][number]
-        assert_same(state["queue"], before["queue"])
+        assert_bit_equal(state["queue"], before["queue"])
         assert np.array_equal(state["history"], before["history"])
         assert state["seen"] == before["seen"]
         assert torch.equal(state["projector"].sum, before["projector"].sum)
 
 
 def test_each_class_of_object_is_named_once_with_the_parameter_and_what_to_do():
-    model = make_model(torch.bfloat16)
+    model = Mlp(torch.bfloat16, has_norm=False)
     optimizer = FusedMainGradOptimizer(Keeps(model.named_parameters(), lr=0.1))
     train(model, optimizer, range(1))
     with pytest.warns(UserWarning, match=r"weights_only=False") as caught:
@@ -149,7 +119,7 @@ def test_each_class_of_object_is_named_once_with_the_parameter_and_what_to_do():
     texts = [str(warning.message) for warning in caught]
     found = [text for text in texts if "collections.deque" in text]
     assert len(found) == 1
-    assert found[0].startswith("the state of parameter 0.weight, 'queue' holds a collections.deque")
+    assert found[0].startswith("the state of parameter first.weight, 'queue' holds a collections.deque")
     assert "(Keeps)" in found[0]
     assert {text.split(" holds a ")[1].split(" ")[0] for text in texts} == {
         *("collections.deque", "numpy.float32", "numpy.ndarray", "collections.Counter"),
@@ -182,21 +152,21 @@ class HidesSome(torch.optim.SGD):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_an_own_state_dict_drops_is_not_saved_and_the_rest_resumes_bit_exact(dtype):
-    model, other = make_model(dtype), make_model(dtype)
+    model, other = Mlp(dtype, has_norm=False), Mlp(dtype, has_norm=False)
     optimizer, resumed = (
         FusedMainGradOptimizer(
-            HidesSome([{"params": each[0].parameters()}, {"params": each[2].parameters()}], **kwargs)
+            HidesSome([{"params": each.first.parameters()}, {"params": each.second.parameters()}], **kwargs)
         )
         for each, kwargs in ((model, {"lr": 0.1, "momentum": 0.9}), (other, {"lr": 0.5, "momentum": 0.9}))
     )
     train(model, optimizer, range(3))
-    saved = through_a_file([model.state_dict(), optimizer.state_dict()], weights_only=True)
+    saved = through_a_file([model.state_dict(), optimizer.state_dict()])
     assert [group["count"] for group in saved[1]["param_groups"]] == [3, 3]
     other.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     for each, opt in ((model, optimizer), (other, resumed)):
         train(each, opt, range(3, 6))
-    assert_same(values(model), values(other))
+    assert_bit_equal(values(model), values(other))
     assert [group["count"] for group in resumed.param_groups] == [6, 6]
 
 
@@ -222,8 +192,8 @@ class Numbers(torch.optim.SGD):
 @pytest.mark.parametrize("several", [False, True])
 def test_state_under_numbers_and_parameters_state_do_not_take_each_others_place(dtype, several):
     def build():
-        model = make_model(dtype)
-        parts = [model[0].parameters(), model[2].parameters()] if several else [model.parameters()]
+        model = Mlp(dtype, has_norm=False)
+        parts = [model.first.parameters(), model.second.parameters()] if several else [model.parameters()]
         return model, FusedMainGradOptimizer([Numbers(part, lr=0.1, momentum=0.9) for part in parts])
 
     (model, optimizer), (other, resumed) = build(), build()
@@ -232,12 +202,12 @@ def test_state_under_numbers_and_parameters_state_do_not_take_each_others_place(
     for number, param in enumerate(model.parameters()):
         assert state["state"][number]["momentum_buffer"].shape == param.shape
         assert ("main_param" in state["state"][number]) == (dtype is torch.bfloat16)
-    saved = through_a_file([model.state_dict(), state], weights_only=True)
+    saved = through_a_file([model.state_dict(), state])
     other.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     for each, opt in ((model, optimizer), (other, resumed)):
         train(each, opt, range(3, 6))
-    assert_same(values(model), values(other))
+    assert_bit_equal(values(model), values(other))
     for one, two in zip(optimizer._inner.optimizers, resumed._inner.optimizers, strict=True):
         apart = {key for key in one.state if not isinstance(key, torch.Tensor)}
         assert apart == {*range(2 if several else 4), "norm"}
@@ -248,7 +218,7 @@ def test_state_under_numbers_and_parameters_state_do_not_take_each_others_place(
 
 
 def test_a_state_dict_of_before_with_named_state_beside_parameters_state_still_loads():
-    model, other = make_model(torch.bfloat16), make_model(torch.bfloat16)
+    model, other = Mlp(torch.bfloat16, has_norm=False), Mlp(torch.bfloat16, has_norm=False)
     optimizer = FusedMainGradOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     train(model, optimizer, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
@@ -312,8 +282,8 @@ def shares(params):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_held_optimizers_step_main_params_with_the_state_they_had(make, bare_steps, dtype):
     """The twin is the same optimizer on fp32 copies, fed the gradients of the same rounded weights."""
-    model = make_model(torch.float32)
-    twin = make_model(torch.float32)
+    model = Mlp(torch.float32, has_norm=False)
+    twin = Mlp(torch.float32, has_norm=False)
     inner, bare = make(model.parameters()), make(twin.parameters())
     for each, opt in ((model, inner), (twin, bare)):
         train(each, opt, range(bare_steps))
@@ -326,16 +296,14 @@ def test_held_optimizers_step_main_params_with_the_state_they_had(make, bare_ste
             param.data = param.data.bfloat16()
         model.bfloat16()
     optimizer = FusedMainGradOptimizer(inner)
-    shadow = make_model(dtype)
+    shadow = Mlp(dtype, has_norm=False)
     for number in range(bare_steps, bare_steps + 4):
         train(model, optimizer, [number])
         with torch.no_grad():
             for param, main in zip(shadow.parameters(), twin.parameters(), strict=True):
                 param.copy_(main)
-        generator = torch.Generator().manual_seed(number)
-        inputs, targets = torch.randn(5, 6, generator=generator), torch.randn(5, 4, generator=generator)
-        loss = (shadow(inputs.to(dtype)).float() - targets).square().mean()
-        for main, grad in zip(twin.parameters(), torch.autograd.grad(loss, list(shadow.parameters())), strict=True):
+        grads = torch.autograd.grad(loss_of(shadow, number), list(shadow.parameters()))
+        for main, grad in zip(twin.parameters(), grads, strict=True):
             main.grad = grad.float()
         bare.step()
         for entry, main in zip(optimizer._buffers.entries, twin.parameters(), strict=True):
@@ -351,27 +319,27 @@ def test_held_optimizers_step_main_params_with_the_state_they_had(make, bare_ste
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_held_optimizers_loaded_state_is_its_own(dtype):
-    model, other = make_model(dtype), make_model(dtype)
+    model, other = Mlp(dtype, has_norm=False), Mlp(dtype, has_norm=False)
     optimizer, resumed = (FusedMainGradOptimizer(Splits(each.parameters())) for each in (model, other))
     train(model, optimizer, range(2))
-    saved = through_a_file([model.state_dict(), optimizer.state_dict()], weights_only=True)
+    saved = through_a_file([model.state_dict(), optimizer.state_dict()])
     kept = copy.deepcopy(saved[1])
     other.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     for each, opt in ((model, optimizer), (other, resumed)):
         train(each, opt, range(2, 5))
-    assert_same(values(model), values(other))
+    assert_bit_equal(values(model), values(other))
     pairs = zip(saved[1]["fusedopt"]["inner"][0]["held"], kept["fusedopt"]["inner"][0]["held"], strict=True)
     for state, before in pairs:
         for number, values_of in state["state"].items():
-            assert_same(
+            assert_bit_equal(
                 [v for v in values_of.values() if v is not None],
                 [v for v in before["state"][number].values() if v is not None],
             )
 
 
 def test_a_held_optimizer_over_parameters_of_no_group_is_refused_by_name_and_nothing_was_changed():
-    model = make_model(torch.bfloat16)
+    model = Mlp(torch.bfloat16, has_norm=False)
     stranger = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     inner = Splits(model.parameters(), extra=[stranger])
     with pytest.raises(ValueError, match=r"Splits holds another optimizer, \.rest \(AdamW\).*of shape \(3,\).*none of"):

@@ -1,4 +1,4 @@
-"""api.md section 3: clipping, non-finite gradients, closures, host reads."""
+"""api.md section 3: non-finite gradients, closures, host reads."""
 
 import itertools
 import math
@@ -10,159 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedopt
-
-U = 2.0**-24  # unit roundoff of float32
-
-
-def mlp(dtype=torch.bfloat16, seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)).to(dtype)
-
-
-def backward(model, factor=1.0):
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(4, 8, generator=generator).to(next(model.parameters()).dtype)
-    (model(x).float().square().mean() * factor).backward()
-
-
-def everything(model, optimizer):
-    """All bits a skipped step must leave alone."""
-    tensors = [p.detach().clone() for p in model.parameters()]
-    tensors += [e.main_param.detach().clone() for e in optimizer._buffers.entries]
-    tensors += [v.clone() for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    return tensors
-
-
-def assert_equal(left, right):
-    assert len(left) == len(right)
-    for a, b in zip(left, right, strict=True):
-        assert torch.isfinite(a).all()
-        assert torch.equal(a, b)
-
-
-# -- clipping
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
-def test_clip_grad_norm_returns_the_global_norm_within_the_rounding_of_one_norm(norm_type):
-    torch.manual_seed(1)
-    params = [nn.Parameter(torch.randn(n)) for n in (1, 7, 1024, 5000, 33)]
-    optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD(params, lr=0.0))
-    sum((p * torch.randn_like(p)).sum() for p in params).backward()
-    exact = torch.linalg.vector_norm(torch.cat([p.grad.double().flatten() for p in params]), norm_type).item()
-    norm = optimizer.clip_grad_norm_(math.inf, norm_type)
-    assert norm.shape == ()
-    assert norm.dtype is torch.float32
-    # Rows of 1024 fp32 elements: each power is rounded a few times (pow: 2 ulp), sums 1024 terms, and
-    # the root divides the relative error by the norm type; then one rounding to fp32.
-    bound = ((1024 + 8) / min(norm_type, 2.0) + 8) * U if norm_type != math.inf else 0.0
-    assert abs(norm.item() - exact) <= bound * exact
-
-
-def test_the_norm_of_a_long_bucket_keeps_digits_that_one_flat_sum_loses():
-    param = nn.Parameter(torch.zeros(2**24))
-    optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD([param], lr=0.0))
-    param.grad = torch.ones(2**24)
-    assert optimizer.clip_grad_norm_(math.inf).item() == 4096.0
-    generator = torch.Generator().manual_seed(0)
-    param.grad.copy_(torch.randn(2**24, generator=generator))
-    exact = param.grad.double().norm().item()
-    bound = ((1024 + 8) / 2 + 8) * U * exact
-    assert abs(optimizer.clip_grad_norm_(math.inf).item() - exact) <= bound
-    assert abs(torch.linalg.vector_norm(param.grad).item() - exact) > bound  # the obvious way is caught
-
-
-def test_every_element_is_counted_once_also_of_tied_parameters_and_mixed_dtypes():
-    tied = nn.Parameter(torch.full((4,), 1.0, dtype=torch.bfloat16))
-    double = nn.Parameter(torch.full((2,), 1.0, dtype=torch.float64))
-    optimizer = fusedopt.FusedMainGradOptimizer(
-        [torch.optim.SGD([tied], lr=0.0), torch.optim.SGD([double], lr=0.0)], max_grad_norm=1e9
-    )
-    (tied.sum() + tied.sum() + (double * 3.0).sum()).backward()
-    norm = optimizer.clip_grad_norm_(math.inf)
-    assert norm.dtype is torch.float64
-    assert norm.item() == pytest.approx((4 * 4.0 + 2 * 9.0) ** 0.5, rel=1e-15)
-    optimizer.step()
-    assert optimizer.grad_norm.item() == norm.item()
-
-
-@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan])
-def test_a_norm_type_that_is_no_norm_is_refused(bad):
-    model = mlp()
-    optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    backward(model)
-    with pytest.raises(ValueError, match="is not a norm"):
-        optimizer.clip_grad_norm_(1.0, bad)
-
-
-INNERS = {
-    "loop": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=False),
-    "foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
-    "fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
-    "fused sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, fused=True),
-}
-
-
-@pytest.mark.parametrize("make", INNERS.values(), ids=INNERS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_after_a_step_that_clipped_grad_is_the_clipped_gradient(make, dtype):
-    model = mlp(dtype)
-    optimizer = fusedopt.FusedMainGradOptimizer(make(model.parameters()), max_grad_norm=1e-3)
-    for _ in range(3):  # the fused ones decide on the host first, on the device from the second step on
-        backward(model)
-        raw = [param.grad.clone() for param in model.parameters()]
-        optimizer.step()
-        norm = optimizer.grad_norm
-        assert norm.item() > 1e-3
-        for param, grad in zip(model.parameters(), raw, strict=True):
-            assert param.grad is param.main_grad
-            # One rounding of the coefficient's sum, its quotient, its inverse and the product: 4 U at most.
-            want = grad.double() * (1e-3 / (norm.double() + 1e-6))
-            assert torch.isfinite(param.grad).all()
-            assert ((param.grad - want).abs() <= 4 * U * want.abs()).all()
-        assert torch.stack([p.grad.norm() for p in model.parameters()]).norm().item() == pytest.approx(1e-3, rel=1e-2)
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("make", INNERS.values(), ids=INNERS)
-def test_a_clip_that_does_not_bind_changes_no_bit(make):
-    models = [mlp(torch.float32), mlp(torch.float32)]
-    bare = make(models[0].parameters())
-    wrapped = fusedopt.FusedMainGradOptimizer(make(models[1].parameters()), max_grad_norm=1e6)
-    for _ in range(4):
-        for model, optimizer in zip(models, (bare, wrapped), strict=True):
-            backward(model)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_equal(list(models[0].parameters()), list(models[1].parameters()))
-
-
-def test_a_step_of_zero_gradients_is_an_ordinary_step():
-    models = [mlp(torch.float32), mlp(torch.float32)]
-    bare = torch.optim.AdamW(models[0].parameters(), lr=1e-2, weight_decay=0.5)
-    wrapped = fusedopt.FusedMainGradOptimizer(
-        torch.optim.AdamW(models[1].parameters(), lr=1e-2, weight_decay=0.5), max_grad_norm=1.0, nonfinite="raise"
-    )
-    start = [p.detach().clone() for p in models[0].parameters()]
-    for _ in range(3):
-        for model, optimizer in zip(models, (bare, wrapped), strict=True):
-            backward(model, factor=0.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert wrapped.grad_norm.item() == 0.0
-    assert wrapped.skipped_steps == 0
-    assert not torch.equal(start[0], models[0][0].weight)
-    assert_equal(list(models[0].parameters()), list(models[1].parameters()))
-
-
-def test_a_step_without_any_gradient_moves_nothing():
-    model = mlp()
-    optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.AdamW(model.parameters(), lr=1.0), max_grad_norm=1.0)
-    before = everything(model, optimizer)
-    optimizer.step()
-    assert_equal(everything(model, optimizer), before)
-    assert not optimizer.step_was_skipped
-
+from tests.compare import assert_bit_equal, everything
+from tests.models import INNERS, Mlp, backward
 
 # -- non-finite gradients
 
@@ -172,7 +21,7 @@ def test_a_step_without_any_gradient_moves_nothing():
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize("first", [True, False])
 def test_skip_leaves_parameters_state_and_step_counts_untouched(bad, make, max_grad_norm, first):
-    model = mlp()
+    model = Mlp()
     optimizer = fusedopt.FusedMainGradOptimizer(make(model.parameters()), max_grad_norm=max_grad_norm)
     if not first:
         for _ in range(2):
@@ -182,14 +31,14 @@ def test_skip_leaves_parameters_state_and_step_counts_untouched(bad, make, max_g
     before = everything(model, optimizer)
     num_states = len(optimizer.state)
     backward(model)
-    model[0].bias.grad[3] = bad
+    model.first.bias.grad[3] = bad
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         optimizer.step()
         assert optimizer.step_was_skipped
         assert optimizer.skipped_steps == 1
     assert len(optimizer.state) == num_states
-    assert_equal(everything(model, optimizer), before)
+    assert_bit_equal(everything(model, optimizer), before)
     optimizer.zero_grad()
     backward(model)
     optimizer.step()
@@ -211,7 +60,7 @@ def test_a_finite_gradient_whose_squares_overflow_is_no_reason_to_skip():
 
 
 def test_raise_names_the_parameters_and_changes_nothing():
-    model = mlp()
+    model = Mlp()
     optimizer = fusedopt.FusedMainGradOptimizer(
         torch.optim.AdamW(model.named_parameters(), lr=1e-2), max_grad_norm=1.0, nonfinite="raise"
     )
@@ -219,12 +68,12 @@ def test_raise_names_the_parameters_and_changes_nothing():
     optimizer.step()
     optimizer.zero_grad()
     backward(model)
-    model[0].bias.grad[0] = math.nan
-    model[3].weight.grad[1, 2] = math.inf
+    model.first.bias.grad[0] = math.nan
+    model.second.weight.grad[1, 2] = math.inf
     before = everything(model, optimizer)
-    with pytest.raises(FloatingPointError, match=r"in 2 parameter\(s\): 0\.bias, 3\.weight\."):
+    with pytest.raises(FloatingPointError, match=r"in 2 parameter\(s\): first\.bias, second\.weight\."):
         optimizer.step()
-    assert_equal(everything(model, optimizer), before)
+    assert_bit_equal(everything(model, optimizer), before)
     optimizer.zero_grad()
     backward(model)
     optimizer.step()
@@ -232,14 +81,14 @@ def test_raise_names_the_parameters_and_changes_nothing():
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_ignore_is_what_torch_does(max_grad_norm):
-    models = [mlp(torch.float32), mlp(torch.float32)]
+    models = [Mlp(torch.float32), Mlp(torch.float32)]
     bare = torch.optim.AdamW(models[0].parameters(), lr=1e-2)
     wrapped = fusedopt.FusedMainGradOptimizer(
         torch.optim.AdamW(models[1].parameters(), lr=1e-2), max_grad_norm=max_grad_norm, nonfinite="ignore"
     )
     for model in models:
         backward(model)
-        model[0].bias.grad[3] = math.nan
+        model.first.bias.grad[3] = math.nan
     if max_grad_norm is not None:
         nn.utils.clip_grad_norm_(models[0].parameters(), max_grad_norm)
     for optimizer in (bare, wrapped):
@@ -247,15 +96,15 @@ def test_ignore_is_what_torch_does(max_grad_norm):
     for want, got in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(torch.isnan(want), torch.isnan(got))
         assert torch.equal(want.nan_to_num(0.0), got.nan_to_num(0.0))
-    assert torch.isnan(models[1][0].bias[3])
-    assert torch.isnan(models[1][0].bias).all() == (max_grad_norm is not None)  # a nan norm spreads, in torch too
+    assert torch.isnan(models[1].first.bias[3])
+    assert torch.isnan(models[1].first.bias).all() == (max_grad_norm is not None)  # a nan norm spreads, in torch too
 
 
 def test_clipping_by_a_nan_norm_leaves_nothing_behind_for_the_next_window():
-    model = mlp()
+    model = Mlp()
     optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     backward(model)
-    model[0].bias.grad[3] = math.nan
+    model.first.bias.grad[3] = math.nan
     assert math.isnan(optimizer.clip_grad_norm_(1.0).item())
     with pytest.warns(RuntimeWarning, match="skipped"):
         optimizer.step()
@@ -318,7 +167,7 @@ def host_reads(optimizer, model):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("max_grad_norm", [None, 1e-3, 1e6])
 def test_a_fused_inner_optimizer_reads_nothing_back_after_its_first_step(dtype, max_grad_norm):
-    model = mlp(dtype)
+    model = Mlp(dtype)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     optimizer = fusedopt.FusedMainGradOptimizer(inner, max_grad_norm=max_grad_norm)
     counts = [host_reads(optimizer, model) for _ in range(4)]
@@ -327,7 +176,7 @@ def test_a_fused_inner_optimizer_reads_nothing_back_after_its_first_step(dtype, 
 
 
 def test_a_parameters_first_gradient_is_decided_on_the_host_again():
-    model, late = mlp(), nn.Linear(2, 2).bfloat16()
+    model, late = Mlp(), nn.Linear(2, 2).bfloat16()
     inner = torch.optim.AdamW([*model.parameters(), *late.parameters()], lr=1e-2, fused=True)
     optimizer = fusedopt.FusedMainGradOptimizer(inner)
     counts = [host_reads(optimizer, model) for _ in range(2)]
@@ -339,7 +188,7 @@ def test_a_parameters_first_gradient_is_decided_on_the_host_again():
 @pytest.mark.parametrize("max_grad_norm", [None, 1e-3, 1e6])
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 def test_other_inner_optimizers_read_back_once_a_step(max_grad_norm, nonfinite):
-    model = mlp()
+    model = Mlp()
     # SGD reads nothing back itself; Adam's for-loop and foreach forms read their step counts.
     inner = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     optimizer = fusedopt.FusedMainGradOptimizer(inner, max_grad_norm=max_grad_norm, nonfinite=nonfinite)
@@ -347,14 +196,14 @@ def test_other_inner_optimizers_read_back_once_a_step(max_grad_norm, nonfinite):
 
 
 def test_ignore_reads_nothing_back():
-    model = mlp()
+    model = Mlp()
     inner = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     optimizer = fusedopt.FusedMainGradOptimizer(inner, max_grad_norm=1e-3, nonfinite="ignore")
     assert [host_reads(optimizer, model) for _ in range(3)] == [0, 0, 0]
 
 
 def test_clip_grad_norm_reads_nothing_back():
-    model = mlp()
+    model = Mlp()
     optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
     backward(model)
     with CountHostReads() as reads:
@@ -368,7 +217,7 @@ def test_clip_grad_norm_reads_nothing_back():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_closure_is_evaluated_once_and_clipped(dtype):
-    with_closure, without = mlp(dtype), mlp(dtype)
+    with_closure, without = Mlp(dtype), Mlp(dtype)
     calls = []
 
     def run(model, optimizer, closure):
@@ -391,8 +240,8 @@ def test_a_closure_is_evaluated_once_and_clipped(dtype):
         inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
         run(model, fusedopt.FusedMainGradOptimizer(inner, max_grad_norm=1e-3), closure)
     assert calls == [True] * 3
-    assert_equal(list(with_closure.parameters()), list(without.parameters()))
-    assert not torch.equal(with_closure[0].weight, mlp(dtype)[0].weight)
+    assert_bit_equal(list(with_closure.parameters()), list(without.parameters()))
+    assert not torch.equal(with_closure.first.weight, Mlp(dtype).first.weight)
 
 
 class Quadratic(nn.Module):
@@ -431,7 +280,7 @@ def test_lbfgs_on_fp32_is_bit_equal_to_the_bare_one(search):
     runs = [lbfgs_run(model, optimizer) for model, optimizer in zip(models, (bare, wrapped), strict=True)]
     assert len(runs[0][0]) > 8  # many evaluations a step
     assert runs[0] == runs[1]
-    assert_equal([models[0].x], [models[1].x])
+    assert_bit_equal([models[0].x], [models[1].x])
 
 
 def test_lbfgs_on_bf16_evaluates_the_model_at_its_trial_points():

@@ -13,7 +13,7 @@ from fusedopt.integrations import transformers as integration
 from fusedopt.integrations import versions
 from fusedopt.integrations.trainer import FusedOptMixin
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NAMES = tuple(versions.SUPPORTED)
 
 

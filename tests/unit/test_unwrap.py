@@ -1,8 +1,7 @@
-"""Claims about copies: deepcopy, pickle, unwrap, and wrappers that are dropped."""
+"""Claims about the end of a wrapper: unwrap gives everything back, and one that is dropped leaves nothing behind."""
 
 import contextlib
 import copy
-import functools
 import gc
 import pickle
 import weakref
@@ -14,307 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import StepLR
 
 from fusedopt import FusedMainGradOptimizer
+from tests.compare import assert_is_finite_and_moved, frozen
+from tests.copy_cases import OPTIMIZERS, everything
+from tests.models import Mlp, adamw, loss_of, muon_and_adamw, train
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-class Net(nn.Module):
-    def __init__(self, dtype=torch.bfloat16, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first = nn.Linear(5, 6, dtype=dtype)
-        self.norm = nn.LayerNorm(6, dtype=dtype)
-        self.second = nn.Linear(6, 3, dtype=dtype)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.norm(self.first(x.to(self.first.weight.dtype))))).float()
-
-
-def adamw(net, **settings):
-    return torch.optim.AdamW(net.parameters(), **{"lr": 0.01, "weight_decay": 0.1, **settings})
-
-
-def muon_and_adamw(net):
-    matrices = [p for p in net.parameters() if p.ndim == 2]
-    others = [p for p in net.parameters() if p.ndim != 2]
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
-
-
-class Mixed(torch.optim.Optimizer):
-    """SGD with state in fp64 and bf16, whatever the dtype of the parameters."""
-
-    def __init__(self, params, lr=0.05):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for param in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            state = self.state[param]
-            if not state:
-                state["sum"] = torch.zeros(param.shape, dtype=torch.float64)
-                state["low"] = torch.zeros(param.shape, dtype=torch.bfloat16)
-            state["sum"] += param.grad.double() / 3
-            state["low"] += param.grad.to(torch.bfloat16)
-            param.add_((state["sum"] + state["low"]).to(param.dtype), alpha=-self.param_groups[0]["lr"])
-
-
-OPTIMIZERS = {
-    "AdamW": functools.partial(adamw, foreach=False),
-    "AdamW fused": functools.partial(adamw, fused=True),
-    "AdamW amsgrad, tensor lr": lambda net: adamw(net, amsgrad=True, lr=torch.tensor(0.01)),
-    "SGD momentum": lambda net: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
-    "Muon + AdamW": muon_and_adamw,
-    "fp64 and bf16 state": lambda net: Mixed(net.parameters()),
-}
-
-
-def loss_of(net, number):
-    generator = torch.Generator().manual_seed(100 + number)
-    x, y = torch.randn(7, 5, generator=generator), torch.randn(7, 3, generator=generator)
-    return (net(x) - y).square().mean()
-
-
-def train(net, optimizer, numbers, scheduler=None):
-    for number in numbers:
-        loss_of(net, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
-
-
-def frozen(value):
-    """Return ``value`` with every tensor turned into its dtype, shape and bytes: equal means bit-equal."""
-    if isinstance(value, torch.Tensor):
-        return (str(value.dtype), tuple(value.shape), value.detach().clone().reshape(-1).view(torch.uint8).tolist())
-    if isinstance(value, dict):
-        return {key: frozen(item) for key, item in value.items()}
-    return type(value)(map(frozen, value)) if type(value) in (list, tuple) else value
-
-
-def everything(net, optimizer):
-    state_dict = optimizer.state_dict()
-    for group in state_dict["param_groups"]:
-        group.pop("differentiable", None)  # torch adds it to the defaults of any optimizer that it unpickles
-    return frozen([dict(net.named_parameters()), state_dict])
-
-
-def assert_is_finite_and_moved(net, start):
-    for name, param in net.named_parameters():
-        assert torch.isfinite(param).all()
-        assert not torch.equal(param, start[name])
-
-
-def storages(optimizer):
-    """Return the addresses of all memory that the wrapper and its model hold."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    state = [t for s in optimizer.state_dict()["state"].values() for t in s.values() if isinstance(t, torch.Tensor)]
-    return {t.untyped_storage().data_ptr() for t in [*params, *(p.main_grad for p in params), *state]}
-
-
-def by_deepcopy(pair):
-    return copy.deepcopy(pair)
-
-
-def by_pickle(pair):
-    return pickle.loads(pickle.dumps(pair))
-
-
-WAYS = [by_deepcopy, by_pickle]
-
-
-# -- copies of model and optimizer together
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_a_copied_pair_trains_on_as_the_original_would_on_buffers_of_its_own(dtype, make, way):
-    net = Net(dtype)
-    optimizer = FusedMainGradOptimizer(make(net))
-    begin = {name: p.detach().clone() for name, p in net.named_parameters()}
-    train(net, optimizer, range(3))
-    assert_is_finite_and_moved(net, begin)
-    before = everything(net, optimizer)
-
-    copied_net, copied = way((net, optimizer))
-    assert type(copied) is FusedMainGradOptimizer
-    assert everything(copied_net, copied) == before
-    assert not storages(optimizer) & storages(copied)
-    assert [p for g in copied.param_groups for p in g["params"]] != []
-    assert {id(p) for g in copied.param_groups for p in g["params"]} == {id(p) for p in copied_net.parameters()}
-
-    train(copied_net, copied, range(3, 6))
-    assert everything(net, optimizer) == before
-    assert everything(copied_net, copied) != before
-    for param in copied_net.parameters():
-        assert param.grad is None
-    loss_of(copied_net, 9).backward()
-    for param, original in zip(copied_net.parameters(), net.parameters(), strict=True):
-        assert param.grad is param.main_grad
-        assert original.grad is None
-    copied.zero_grad()
-
-    train(net, optimizer, range(3, 6))
-    assert_is_finite_and_moved(net, begin)
-    assert everything(net, optimizer) == everything(copied_net, copied)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_copy_before_the_first_step_trains_as_the_original(way):
-    net = Net()
-    optimizer = FusedMainGradOptimizer(adamw(net))
-    copied_net, copied = way((net, optimizer))
-    for each in ((net, optimizer), (copied_net, copied)):
-        train(*each, range(3))
-    assert everything(net, optimizer) == everything(copied_net, copied)
-    assert torch.isfinite(net.first.weight).all()
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_a_copy_made_after_edits_from_outside_starts_from_them(dtype, way):
-    net = Net(dtype)
-    optimizer = FusedMainGradOptimizer(adamw(net))
-    train(net, optimizer, range(3))
-    with torch.no_grad():
-        net.first.weight[0].fill_(0.5)
-    copied_net, copied = way((net, optimizer))
-    for each in ((net, optimizer), (copied_net, copied)):
-        train(*each, range(3, 6))
-    assert torch.isfinite(net.first.weight).all()
-    assert everything(net, optimizer) == everything(copied_net, copied)
-
-
-@pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], muon_and_adamw])
-def test_a_scheduler_copied_along_drives_the_copy(make):
-    net = Net()
-    optimizer = FusedMainGradOptimizer(make(net))
-    scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
-    train(net, optimizer, range(3), scheduler)
-    copied_net, copied, copied_scheduler = copy.deepcopy((net, optimizer, scheduler))
-    assert copied_scheduler.optimizer is copied
-    at_copy = [group["lr"] for group in optimizer.param_groups]
-    train(copied_net, copied, range(3, 6), copied_scheduler)
-    assert [group["lr"] for group in optimizer.param_groups] == at_copy
-    assert [group["lr"] for group in copied.param_groups] == [lr / 8 for lr in at_copy]
-    train(net, optimizer, range(3, 6), scheduler)
-    assert torch.isfinite(net.first.weight).all()
-    assert everything(net, optimizer) == everything(copied_net, copied)
-
-
-def test_configuration_and_the_count_of_skipped_steps_are_copied():
-    net = Net()
-    optimizer = FusedMainGradOptimizer(adamw(net), max_grad_norm=0.5, gradient_accumulation_steps=2)
-    for _ in range(2):
-        (loss_of(net, 0) * torch.inf).backward()
-        with pytest.warns(RuntimeWarning, match="skipped") if not optimizer.window_ends else _nothing():
-            optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.skipped_steps == 1
-    for way in WAYS:
-        _, copied = way((net, optimizer))
-        assert copied.config == optimizer.config
-        assert copied.config.max_grad_norm == 0.5
-        assert copied.skipped_steps == 1
-
-
-class _nothing:
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *args):
-        return None
-
-
-def test_gradients_and_a_pending_window_are_left_out_as_torch_leaves_gradients_out():
-    net = Net()
-    optimizer = FusedMainGradOptimizer(adamw(net), gradient_accumulation_steps=3)
-    loss_of(net, 0).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert not optimizer.window_ends
-    for way in WAYS:
-        copied_net, copied = way((net, optimizer))
-        assert copied.window_ends
-        assert all(p.grad is None for p in copied_net.parameters())
-        assert all(p.grad is p.main_grad for p in net.parameters())
-        train(copied_net, copied, range(3))
-        assert copied.window_ends
-        assert copied.state_dict()["state"][0]["step"] == 1
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_pair_with_frozen_unfrozen_and_refrozen_parameters_is_copied_whole(way):
-    net = Net()
-    net.norm.requires_grad_(False)
-    optimizer = FusedMainGradOptimizer(adamw(net))
-    train(net, optimizer, range(2))
-    net.norm.requires_grad_(True)
-    net.first.requires_grad_(False)
-    optimizer.zero_grad()
-    train(net, optimizer, range(2, 4))
-    copied_net, copied = way((net, optimizer))
-    assert [p.requires_grad for p in copied_net.parameters()] == [p.requires_grad for p in net.parameters()]
-    assert everything(copied_net, copied) == everything(net, optimizer)
-    for each in ((net, optimizer), (copied_net, copied)):
-        each[0].first.requires_grad_(True)
-        each[1].zero_grad()
-        train(*each, range(4, 7))
-    assert torch.isfinite(net.first.weight).all()
-    assert everything(copied_net, copied) == everything(net, optimizer)
-
-
-def test_attributes_on_parameters_survive_a_pickle_as_without_fusedopt():
-    net = Net()
-    net.first.weight.note = "mine"
-    optimizer = FusedMainGradOptimizer(adamw(net))
-    train(net, optimizer, range(3))
-    copied_net, copied = by_pickle((net, optimizer))
-    assert copied_net.first.weight.note == "mine"
-    assert vars(by_pickle(net).first.weight) == {"note": "mine"}
-    train(copied_net, copied, range(3, 6))
-
-
-# -- copies of the model alone
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_a_copy_of_the_model_alone_is_a_stock_model(dtype, way):
-    net = Net(dtype)
-    net.norm.requires_grad_(False)
-    optimizer = FusedMainGradOptimizer(adamw(net))
-    train(net, optimizer, range(3))
-    loss_of(net, 3).backward()
-    twin = Net(dtype)
-    twin.load_state_dict(net.state_dict())
-    copied = way(net)
-    for param, stock in zip(copied.parameters(), twin.parameters(), strict=True):
-        assert vars(param) == vars(stock) == {}
-        assert param.grad_dtype is stock.grad_dtype is dtype
-        assert not param._post_accumulate_grad_hooks
-        assert param.grad is None
-        assert torch.equal(param, stock)
-    before = everything(net, optimizer)
-    copied.requires_grad_(True)
-    stock_optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (copied, twin)]
-    for each, stock_optimizer in zip((copied, twin), stock_optimizers, strict=True):
-        train(each, stock_optimizer, range(3))
-    for param, stock in zip(copied.parameters(), twin.parameters(), strict=True):
-        assert torch.isfinite(param).all()
-        assert torch.equal(param, stock)
-    assert everything(net, optimizer) == before
-
-
-def test_a_copy_of_a_wrapped_model_can_be_wrapped():
-    net = Net()
-    optimizer = FusedMainGradOptimizer(adamw(net))
-    train(net, optimizer, range(2))
-    ema = copy.deepcopy(net)
-    second = FusedMainGradOptimizer(adamw(ema))
-    train(ema, second, range(3))
-    assert not storages(optimizer) & storages(second)
 
 
 # -- unwrap
@@ -330,7 +33,7 @@ def remember(net):
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_unwrap_gives_back_a_stock_model_and_its_optimizer_which_trains_on(dtype, make):
-    net = Net(dtype)
+    net = Mlp(dtype)
     net.first.weight.note = "mine"
     net.norm.bias.requires_grad_(False)
     inner = make(net)
@@ -365,7 +68,7 @@ def test_unwrap_gives_back_a_stock_model_and_its_optimizer_which_trains_on(dtype
 
 
 def test_an_unwrapped_optimizer_continues_bit_equal_on_an_fp32_model():
-    nets = [Net(torch.float32) for _ in range(2)]
+    nets = [Mlp(torch.float32) for _ in range(2)]
     bare, inner = (adamw(net) for net in nets)
     optimizer = FusedMainGradOptimizer(inner)
     train(nets[0], bare, range(3))
@@ -379,7 +82,7 @@ def test_an_unwrapped_optimizer_continues_bit_equal_on_an_fp32_model():
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_unwrapped_state_has_the_dtype_torch_gives_it(dtype):
-    net = Net(dtype)
+    net = Mlp(dtype)
     optimizer = FusedMainGradOptimizer(adamw(net))
     train(net, optimizer, range(3))
     wide = {p: s["exp_avg"].clone() for p, s in optimizer.state.items()}
@@ -393,7 +96,7 @@ def test_unwrapped_state_has_the_dtype_torch_gives_it(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_unwrapped_lbfgs_trains_on_with_its_histories(dtype):
-    net = Net(dtype)
+    net = Mlp(dtype)
     inner = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=2)
     optimizer = FusedMainGradOptimizer(inner)
 
@@ -420,7 +123,7 @@ def test_unwrapped_lbfgs_trains_on_with_its_histories(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_unwrap_keeps_a_gradient_in_the_parameters_own_dtype(dtype):
-    net = Net(dtype)
+    net = Mlp(dtype)
     optimizer = FusedMainGradOptimizer(adamw(net))
     loss_of(net, 0).backward()
     main_grad = net.first.weight.main_grad
@@ -433,7 +136,7 @@ def test_unwrap_keeps_a_gradient_in_the_parameters_own_dtype(dtype):
 
 
 def test_hooks_of_others_stay_when_ours_go():
-    net = Net()
+    net = Mlp()
     seen = []
     for when in ("before", "after"):
         if when == "after":
@@ -447,7 +150,7 @@ def test_hooks_of_others_stay_when_ours_go():
 
 
 def test_a_grad_dtype_of_the_users_own_comes_back():
-    net = Net()
+    net = Mlp()
     net.first.weight.grad_dtype = torch.float32
     net.second.weight.grad_dtype = None
     FusedMainGradOptimizer(adamw(net)).unwrap()
@@ -459,7 +162,7 @@ def test_a_grad_dtype_of_the_users_own_comes_back():
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_an_unwrapped_optimizer_can_be_wrapped_again(dtype, make):
-    net = Net(dtype)
+    net = Mlp(dtype)
     inner = make(net)
     for round_number in range(3):
         optimizer = FusedMainGradOptimizer(inner)
@@ -489,7 +192,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_using_an_unwrapped_wrapper_raises_and_leaves_the_inner_optimizer_alone(use):
-    net = Net()
+    net = Mlp()
     optimizer = FusedMainGradOptimizer(adamw(net))
     train(net, optimizer, range(3))
     inner = optimizer.unwrap()
@@ -504,7 +207,7 @@ def test_using_an_unwrapped_wrapper_raises_and_leaves_the_inner_optimizer_alone(
 
 
 def test_a_dropped_wrapper_leaves_a_stock_model_without_waiting_for_the_collector():
-    net = Net()
+    net = Mlp()
     before = remember(net)
     gc.collect()
     gc.disable()
@@ -524,7 +227,7 @@ def test_a_dropped_wrapper_leaves_a_stock_model_without_waiting_for_the_collecto
 
 
 def test_a_wrapper_in_a_cycle_is_collected_and_a_new_one_takes_its_place():
-    net = Net()
+    net = Mlp()
     before = remember(net)
     optimizer = FusedMainGradOptimizer(adamw(net))
     scheduler = StepLR(optimizer, 1)  # patches optimizer.step: a cycle
@@ -549,7 +252,7 @@ def test_a_wrapper_goes_in_whatever_mode_torch_is(mode, is_dropped):
     """The collector runs where it likes: it once did while torch.compile traced another model."""
 
     def left(mode):
-        net = Net()
+        net = Mlp()
         optimizer = FusedMainGradOptimizer(adamw(net))
         train(net, optimizer, range(3))
         loss_of(net, 3).backward()
@@ -568,7 +271,7 @@ def test_a_wrapper_goes_in_whatever_mode_torch_is(mode, is_dropped):
 
 
 def test_model_and_wrapper_are_freed_together():
-    net = Net()
+    net = Mlp()
     optimizer = FusedMainGradOptimizer(muon_and_adamw(net))
     train(net, optimizer, range(3))
     loss_of(net, 3).backward()
@@ -579,7 +282,7 @@ def test_model_and_wrapper_are_freed_together():
 
 
 CELL = """
-net = Net()
+net = Mlp()
 optimizer = FusedMainGradOptimizer(adamw(net))
 train(net, optimizer, range(3))
 loss_of(net, 3).backward()
@@ -589,7 +292,7 @@ LINE = "optimizer = FusedMainGradOptimizer(adamw(net))"
 
 def notebook():
     return {
-        "Net": Net,
+        "Mlp": Mlp,
         "FusedMainGradOptimizer": FusedMainGradOptimizer,
         "adamw": adamw,
         "train": train,
@@ -627,7 +330,7 @@ def test_a_wrapping_line_that_is_run_again_raises_with_the_remedy_and_the_remedy
 
 
 def test_a_wrapper_whose_construction_fails_leaves_nothing_behind():
-    net = Net()
+    net = Mlp()
     before = remember(net)
     net.second.bias.main_grad = torch.zeros(3)
     inner = adamw(net)
@@ -645,7 +348,7 @@ def live_tensors():
 
 @pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], OPTIMIZERS["AdamW fused"], muon_and_adamw])
 def test_two_hundred_steps_leave_no_tensor_behind(make):
-    net = Net()
+    net = Mlp()
     optimizer = FusedMainGradOptimizer(make(net), max_grad_norm=1.0)
 
     def window(number):
@@ -670,7 +373,7 @@ def test_two_hundred_steps_leave_no_tensor_behind(make):
 
 
 def test_fifty_wrappers_leave_no_tensor_behind():
-    net = Net()
+    net = Mlp()
     counts = []
     for _ in range(50):
         optimizer = FusedMainGradOptimizer(adamw(net))
