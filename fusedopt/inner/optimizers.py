@@ -11,7 +11,6 @@ with main_params. Knows nothing of ranks or files.
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -28,6 +27,7 @@ from fusedopt.inner.listing import Group, Listed, agree, relist
 from fusedopt.inner.plain import refuse_objects
 from fusedopt.inner.signatures import requires_closure, step_with, takes_closure
 from fusedopt.inner.stand_ins import StandIns
+from fusedopt.nested import Path, leaves, map_leaves
 from fusedopt.sharding.dtensor import is_dtensor, region_of
 from fusedopt.sharding.local_state import Cut, piece, take, wrap
 
@@ -391,7 +391,8 @@ class InnerOptimizers:
 
     def state_nbytes(self) -> int:
         """Return the bytes of all tensors in inner state."""
-        return sum(_nbytes(dict(opt.state)) for opt in self.optimizers)
+        found = (leaf for opt in self.optimizers for _, leaf in leaves(dict(opt.state)))
+        return sum(leaf.nbytes for leaf in found if isinstance(leaf, Tensor))
 
     def portable(self) -> list[tuple[type[Optimizer], dict[str, Any]]]:
         """Return what copies and pickles need: each optimizer's class and state, over model parameters."""
@@ -438,23 +439,14 @@ def cut_of(entry: Entry) -> Cut:
     return Cut(tuple(entry.slot.shape), entry.slot.strides, entry.part, region_of(entry.param))
 
 
-def _nbytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.nbytes
-    if isinstance(value, dict):
-        return _nbytes(list(value.values()))
-    return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0
-
-
 def _cast_state(state: Any, old: torch.dtype, new: torch.dtype) -> Any:
     """Cast state that had the dtype of its parameter to the new one of that, however deep; step counts stay."""
-    if isinstance(state, Tensor):
-        return state.to(new) if state.dtype is old else state
-    if type(state) in (dict, OrderedDict):
-        return {key: value if key == "step" else _cast_state(value, old, new) for key, value in state.items()}
-    if type(state) is deque:
-        return deque((_cast_state(value, old, new) for value in state), state.maxlen)
-    return type(state)(_cast_state(v, old, new) for v in state) if type(state) in (list, tuple) else state
+
+    def cast(path: Path, leaf: Any) -> Any:
+        has_dtype = isinstance(leaf, Tensor) and leaf.dtype is old and "step" not in path
+        return leaf.to(new) if has_dtype else leaf
+
+    return map_leaves(cast, state)
 
 
 @contextlib.contextmanager

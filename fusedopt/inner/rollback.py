@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedopt.inner.loading import settle
+from fusedopt.nested import is_alike
 
 _SCALARS = (bool, int, float, str, type(None))
+_COMPARED = (*_SCALARS, complex, bytes, set, frozenset, torch.Size)
 
 
 class Snapshot:
@@ -48,7 +50,7 @@ class Snapshot:
         """Return whether parameters, state, hyper-parameters and counters all are what they were."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         now = (dict(self._optimizer.state), groups, _counters(self._optimizer))
-        return not self.has_moved() and _is_same(now, (self._state, self._groups, self._counters))
+        return not self.has_moved() and is_alike(_is_same, now, (self._state, self._groups, self._counters))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -76,11 +78,7 @@ def _counters(optimizer: Optimizer) -> dict[str, Any]:
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype is other.dtype and torch.equal(_bits(one), _bits(other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)) and type(one) is type(other):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return one is other or (type(one) in _SCALARS and type(one) is type(other) and bool(one == other))
+    return one is other or (type(one) in _COMPARED and type(one) is type(other) and bool(one == other))
 
 
 def _bits(tensor: Tensor) -> Tensor:
