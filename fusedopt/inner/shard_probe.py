@@ -344,7 +344,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _agree(one: tuple[Tensor, Any], other: tuple[Tensor, Any]) -> bool:
-    """Return whether values and what both have of state are the same; a class may keep a count with its first one."""
+    """Return whether values and what both have of state are the same; a class may keep a count with its first one.
+
+    So not all of `nested.is_alike`: of dicts, only what is in both.
+    """
 
     def common(a: Any, b: Any) -> bool:
         if isinstance(a, dict) and isinstance(b, dict):
