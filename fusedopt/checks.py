@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import re
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -55,7 +56,7 @@ def checked_optimizers(inner: Any, wrapper: type[Optimizer]) -> list[Optimizer]:
 
 
 def hidden_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return the optimizers that ``optimizer`` holds: in attributes, in lists, tuples and dicts there, and in these.
+    """Return the optimizers that ``optimizer`` holds: in attributes, in containers there, and in these.
 
     Args:
         optimizer: an inner one.
@@ -78,7 +79,7 @@ def hidden_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
             for number, (key, held) in enumerate(value.items()):
                 if not isinstance(held, Tensor):
                     todo.append((f"{where}[{repr(key) if isinstance(key, str) else number}]", held))
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, deque)):
             todo += [(f"{where}[{number}]", held) for number, held in enumerate(value) if not isinstance(held, Tensor)]
     return found
 

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from fusedopt.buffers.main_grad import OUR_ATTRIBUTES
 from fusedopt.inner.hooks import global_step_hooks_muted
+from fusedopt.nested import map_leaves
 
 
 def from_portable(parts: Sequence[tuple[type[Optimizer], dict[str, Any]]]) -> list[Optimizer]:
@@ -99,7 +100,11 @@ _MAX_HELD_NUMEL = 2**20
 
 
 def _reachable(values: Sequence[Any]) -> Iterator[Any]:
-    """Yield all objects below ``values`` through containers, attributes, bound methods and closures, each once."""
+    """Yield all objects below ``values`` through containers, attributes, bound methods and closures, each once.
+
+    Not a walk over state as `nested` has them: whatever refers to a tensor counts, keys and sets, too, and may do so in
+    circles.
+    """
     seen: set[int] = set()
     waiting = list(values)
     while waiting:
@@ -174,13 +179,7 @@ def state_to_come(optimizer: Optimizer, group: dict[str, Any], main_param: Tenso
             f"a copy that made one raised {error!r}. Save or load with torch.distributed.checkpoint after a step, or "
             "use optimizer.state_dict() and load_state_dict()"
         ) from error
-    state: dict[Any, Any] = _zeroed(dict(copied.state.get(param, {})))
+    state: dict[Any, Any] = map_leaves(
+        lambda _, leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, dict(copied.state.get(param, {}))
+    )
     return state
-
-
-def _zeroed(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return torch.zeros_like(value)
-    if isinstance(value, dict):
-        return {key: _zeroed(item) for key, item in value.items()}
-    return type(value)(_zeroed(item) for item in value) if type(value) in (list, tuple) else value

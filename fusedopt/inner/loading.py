@@ -8,16 +8,15 @@ Knows nothing of parameters' names, ranks or files.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-_MAPPINGS = (dict, OrderedDict)
+from fusedopt.nested import Path, items_of, leaves, map_leaves
 
 
 def has_own_format(optimizer: Optimizer) -> bool:
@@ -53,82 +52,96 @@ def load_in_place(
     if has_own_format(optimizer):
         optimizer.load_state_dict(state_dict)
     else:
-        optimizer.load_state_dict({**state_dict, "state": _hold(state_dict["state"])})
         saved = _by_param(optimizer, state_dict)
+        numbers = set(_numbers(state_dict))
+        state = {key: _hold(value) if key in numbers else value for key, value in state_dict["state"].items()}
+        optimizer.load_state_dict({**state_dict, "state": state})
     memo: dict[int, Any] = {}  # what two parameters shared, they share again
     with torch.no_grad():
         for opt, old_state in zip(loads, before, strict=True):
             for key, loaded in list(opt.state.items()):
-                value = _undo_casts(saved.get(key, loaded), loaded, is_ours=is_ours)
-                opt.state[key] = settle(old_state.get(key), value, lambda item: copy.deepcopy(item, memo))
+                if key in saved and isinstance(loaded, dict):
+                    pairs = ((name, saved[key].get(name), item) for name, item in loaded.items())
+                    loaded = {name: _undo_casts(was, item, is_ours=is_ours) for name, was, item in pairs}
+                opt.state[key] = load_into(old_state.get(key), loaded, lambda item: copy.deepcopy(item, memo))
         for group, old in zip(optimizer.param_groups, groups_before, strict=True):
             for name, value in old.items():
                 if isinstance(value, Tensor) and name in group:
                     group[name] = value.copy_(torch.as_tensor(group[name]))
 
 
+def _numbers(state_dict: dict[str, Any]) -> list[Any]:
+    return [number for group in state_dict["param_groups"] for number in group["params"]]
+
+
 def _hold(value: Any) -> Any:
-    if type(value) in _MAPPINGS:
-        return {key: _hold(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_hold, value))
-    if type(value) is deque:
-        return deque(map(_hold, value), value.maxlen)
-    is_simple = isinstance(value, Tensor) or type(value) in (set, str) or not isinstance(value, Iterable)
-    return value if is_simple else _Held(value)
+    """Return state of one parameter as torch's ``load_state_dict`` takes it, with the same paths.
+
+    Lists stand for what it fails to make anew, named tuples for one.
+    """
+
+    def hold(_: Path, leaf: Any) -> Any:
+        items = items_of(leaf)
+        if items is not None:
+            return [_hold(item) for _, item in items]
+        is_simple = isinstance(leaf, Tensor) or type(leaf) is set or not isinstance(leaf, Iterable)
+        return leaf if is_simple else _Held(leaf)
+
+    def is_strange(value: Any) -> bool:
+        return not isinstance(value, dict) and type(value) not in (list, tuple, deque)
+
+    return map_leaves(hold, value, is_leaf=is_strange)
 
 
 def _by_param(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Tensor, Any]:
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return {p: state_dict["state"][n] for n, p in zip(numbers, params, strict=True) if n in state_dict["state"]}
+    pairs = zip(_numbers(state_dict), params, strict=True)
+    return {p: state_dict["state"][n] for n, p in pairs if n in state_dict["state"]}
 
 
 def _undo_casts(saved: Any, loaded: Any, *, is_ours: bool) -> Any:
     """Return what torch made of ``saved``, ``loaded``, without what its policy on load spoils.
 
     It casts every tensor to its parameter's dtype, counts, masks and codes included, which is wanted only for
-    floats that a bare bf16 or fp16 optimizer saved; and it rebuilds every iterable from a generator, which
-    makes a str that generator's repr.
+    floats that a bare bf16 or fp16 optimizer saved; it makes a dict of every mapping; and it rebuilds every iterable
+    from a generator, which makes a str that generator's repr.
     """
-    if isinstance(loaded, Tensor):
-        is_cast = isinstance(saved, Tensor) and (is_ours or not saved.is_floating_point())
-        return saved.to(loaded.device) if is_cast else loaded
-    if isinstance(loaded, _Held):
-        return loaded.value
-    if type(saved) is not type(loaded):  # the class's own __setstate__ changed it
-        return loaded
-    if isinstance(loaded, dict):
-        return {key: _undo_casts(saved.get(key), value, is_ours=is_ours) for key, value in loaded.items()}
-    if type(loaded) in (list, tuple):
-        return type(loaded)(_undo_casts(s, v, is_ours=is_ours) for s, v in zip(saved, loaded, strict=True))
-    if type(loaded) is deque:
-        items = (_undo_casts(s, v, is_ours=is_ours) for s, v in zip(saved, loaded, strict=True))
-        return deque(items, saved.maxlen)
-    return saved
+    before, after = dict(leaves(saved)), dict(leaves(loaded))
+
+    def undo(path: Path, _: Any) -> Any:
+        was, now = before.get(path), after[path]
+        if isinstance(now, Tensor):
+            if isinstance(was, Tensor) and (is_ours or not was.is_floating_point()):
+                return was.to(now.device)
+            return now
+        if isinstance(now, _Held):
+            return now.value
+        return was if type(was) is type(now) else now
+
+    # Other paths: the class's own __setstate__ changed it.
+    return map_leaves(undo, saved if before.keys() == after.keys() else loaded)
 
 
-def settle(old: Any, new: Any, other: Callable[[Any], Any] = copy.deepcopy) -> Any:
+def load_into(old: Any, new: Any, other: Callable[[Any], Any] = copy.deepcopy) -> Any:
     """Return ``old`` holding the value of tensor ``new`` if it fits, else a copy that the caller does not share.
 
     Args:
         old: what was there.
-        new: nested dicts, lists and tuples with tensors anywhere.
+        new: nested containers with tensors anywhere.
         other: makes what is kept of anything else.
     """
-    if isinstance(new, Tensor):
-        fits = isinstance(old, Tensor) and (old.shape, old.dtype, old.device) == (
-            new.shape,
-            new.dtype,
-            new.device,
-        )
-        return old.copy_(new) if fits else new.clone()
-    if type(new) in _MAPPINGS:
-        olds = old if isinstance(old, dict) else {}
-        return type(new)((key, settle(olds.get(key), value, other)) for key, value in new.items())
-    if type(new) in (list, tuple):
-        in_order = old if isinstance(old, (list, tuple)) else ()
-        return type(new)(settle(o, n, other) for o, n in zip_longest(in_order[: len(new)], new))
-    if type(new) is deque:
-        return deque((settle(None, item, other) for item in new), new.maxlen)
-    return set(new) if type(new) is set else other(new)
+    olds = dict(leaves(old, is_leaf=lambda value: isinstance(value, deque)))  # whose tensors change places
+
+    def place(path: Path, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return set(leaf) if type(leaf) is set else other(leaf)
+        there = olds.get(path)
+        if isinstance(there, Tensor) and (there.shape, there.dtype, there.device) == (
+            leaf.shape,
+            leaf.dtype,
+            leaf.device,
+        ):
+            return there.copy_(leaf)
+        return leaf.clone()
+
+    return map_leaves(place, new)

@@ -25,6 +25,7 @@ from fusedopt.checks import hidden_optimizers
 from fusedopt.inner.hooks import StepGuard, global_step_hooks_muted
 from fusedopt.inner.signatures import requires_closure, step_with, takes_closure
 from fusedopt.inner.stand_ins import StandIns
+from fusedopt.nested import leaves
 
 _MISSING = object()
 _NOT_HYPER_PARAMETERS = ("params", "param_names")
@@ -299,7 +300,8 @@ class InnerOptimizers:
 
     def state_nbytes(self) -> int:
         """Return the bytes of all tensors in inner state."""
-        return sum(_nbytes(dict(opt.state)) for opt in self.optimizers)
+        found = (leaf for opt in self.optimizers for _, leaf in leaves(dict(opt.state)))
+        return sum(leaf.nbytes for leaf in found if isinstance(leaf, Tensor))
 
 
 def attach_gradients(entries: Sequence[Entry]) -> None:
@@ -323,14 +325,6 @@ def collect_gradients(entries: Sequence[Entry]) -> None:
         elif entry.grad_part is not None:
             entry.grad_part.copy_(main.grad)
             entry.param.grad = entry.slot.main_grad
-
-
-def _nbytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.nbytes
-    if isinstance(value, dict):
-        return _nbytes(list(value.values()))
-    return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
 @contextlib.contextmanager

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CONTAINERS_READ = (dict, OrderedDict, list, tuple, set)
+"""By ``torch.load(weights_only=True)``."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size, type(None))
 
 
@@ -32,7 +35,8 @@ def copy_for_hooks(state_dict: Any) -> dict[str, Any]:
 def find_objects(value: Any, where: str) -> Iterator[tuple[str, Any]]:
     """Yield what is in ``value`` and ``torch.load(weights_only=True)`` does not read, with its place.
 
-    Plain tensors and builtins it reads; deques, numpy's scalars and objects of other classes it does not.
+    Plain tensors and builtins it reads; deques, numpy's scalars and objects of other classes it does not. So it is
+    none of the walks of `nested`: it judges containers, and looks at keys.
     """
     if type(value) in (Tensor, torch.nn.Parameter) or type(value) in _PLAIN:
         return
@@ -40,7 +44,7 @@ def find_objects(value: Any, where: str) -> Iterator[tuple[str, Any]]:
         for key, item in value.items():
             yield from find_objects(key, f"a key of {where}")
             yield from find_objects(item, f"{where}, {key!r}")
-    elif type(value) in (list, tuple, set):
+    elif type(value) in CONTAINERS_READ:
         for item in value:
             yield from find_objects(item, where)
     else:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedopt.inner.loading import settle
+from fusedopt.inner.loading import load_into
+from fusedopt.nested import is_alike
 
 _SCALARS = (bool, int, float, str, type(None))
+_COMPARED = (*_SCALARS, complex, bytes, set, frozenset, torch.Size)
 
 
 class Snapshot:
@@ -30,9 +32,9 @@ class Snapshot:
     def __init__(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
         self._optimizer = optimizer
         self._values = [(param, param.detach().clone()) for param in params]
-        self._state = {key: settle(None, value, other=_same) for key, value in optimizer.state.items()}
+        self._state = {key: load_into(None, value, other=_same) for key, value in optimizer.state.items()}
         self._groups = [
-            {key: settle(None, value, other=_same) for key, value in group.items() if key != "params"}
+            {key: load_into(None, value, other=_same) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
         self._versions = [param._version for param in params]
@@ -48,7 +50,7 @@ class Snapshot:
         """Return whether parameters, state, hyper-parameters and counters all are what they were."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         now = (dict(self._optimizer.state), groups, _counters(self._optimizer))
-        return not self.has_moved() and _is_same(now, (self._state, self._groups, self._counters))
+        return not self.has_moved() and is_alike(_is_same, now, (self._state, self._groups, self._counters))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -59,11 +61,11 @@ class Snapshot:
         for made in [key for key in optimizer.state if key not in self._state]:
             del optimizer.state[made]
         for key, value in self._state.items():
-            optimizer.state[key] = settle(optimizer.state.get(key), value, other=_same)
+            optimizer.state[key] = load_into(optimizer.state.get(key), value, other=_same)
         for group, values in zip(optimizer.param_groups, self._groups, strict=True):
             for name in [name for name in group if name != "params" and name not in values]:
                 del group[name]
-            group.update({name: settle(group.get(name), value, other=_same) for name, value in values.items()})
+            group.update({name: load_into(group.get(name), value, other=_same) for name, value in values.items()})
         for counter in _counters(optimizer).keys() - self._counters.keys():
             del vars(optimizer)[counter]
         vars(optimizer).update(self._counters)
@@ -76,11 +78,7 @@ def _counters(optimizer: Optimizer) -> dict[str, Any]:
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype is other.dtype and torch.equal(_bits(one), _bits(other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)) and type(one) is type(other):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return one is other or (type(one) in _SCALARS and type(one) is type(other) and bool(one == other))
+    return one is other or (type(one) in _COMPARED and type(one) is type(other) and bool(one == other))
 
 
 def _bits(tensor: Tensor) -> Tensor:

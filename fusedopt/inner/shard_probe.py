@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from fusedopt.inner.copies import copy_over, unnoticed
 from fusedopt.inner.optimizers import InnerOptimizers
+from fusedopt.nested import is_alike, map_leaves
 from fusedopt.sharding.dtensor import is_cut
 
 _SHAPES = ((16, 24), (384,), (4, 4, 3, 8))
@@ -277,7 +278,9 @@ class _Trial:
         self.has_drawn = self.has_drawn or (watch and self._random_state() != before)
         if not all(bool(torch.isfinite(param).all()) for param in params):
             raise FloatingPointError("values that are not finite")
-        return [(param.detach().cpu(), _plain(dict(copied.state.get(param, {})))) for param in params]
+        states = [dict(copied.state.get(param, {})) for param in params]
+        plain = (map_leaves(lambda _, leaf: _plain(leaf), state) for state in states)
+        return [(param.detach().cpu(), state) for param, state in zip(params, plain, strict=True)]
 
     @staticmethod
     def _wake(group: dict[str, Any]) -> None:
@@ -326,50 +329,42 @@ def _no_closure() -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return state as nested dicts and lists of tensors and numbers, copied; anything else by its type."""
+    """Return a leaf of state as it is compared: a tensor copied, a number, anything else by its type."""
     if isinstance(value, Tensor):
         return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
     return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
 
 
 def _same(one: Any, other: Any) -> bool:
+    """Return whether two leaves are the same."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         is_both = isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype is other.dtype
         return is_both and torch.equal(one, other)
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _agree(one: tuple[Tensor, Any], other: tuple[Tensor, Any]) -> bool:
-    """Return whether values and what both have of state are the same; a class may keep a count with its first one."""
+    """Return whether values and what both have of state are the same; a class may keep a count with its first one.
+
+    So not all of `nested.is_alike`: of dicts, only what is in both.
+    """
 
     def common(a: Any, b: Any) -> bool:
         if isinstance(a, dict) and isinstance(b, dict):
             return all(common(a[key], b[key]) for key in a if key in b)
-        return _same(a, b)
+        return is_alike(_same, a, b)
 
     return _same(one[0], other[0]) and common(one[1], other[1])
 
 
 def _is_made_of(whole: Any, pieces: Sequence[Any], numel: int, same: Callable[[Any, Any], bool]) -> bool:
     """Return whether ``whole`` is ``pieces`` in a row where it has ``numel`` elements, else like each of them."""
-    if isinstance(whole, Tensor) and whole.numel() == numel:
+
+    def is_made_of(whole: Any, *pieces: Any) -> bool:
+        if not (isinstance(whole, Tensor) and whole.numel() == numel):
+            return all(same(whole, piece) for piece in pieces)
         if not all(isinstance(piece, Tensor) and piece.dtype is whole.dtype for piece in pieces):
             return False
         return same(whole.flatten(), torch.cat([piece.flatten() for piece in pieces]))
-    if isinstance(whole, dict):
-        is_alike = all(isinstance(piece, dict) and piece.keys() == whole.keys() for piece in pieces)
-        return is_alike and all(_is_made_of(item, [p[key] for p in pieces], numel, same) for key, item in whole.items())
-    if isinstance(whole, (list, tuple)):
-        is_alike = all(isinstance(piece, (list, tuple)) and len(piece) == len(whole) for piece in pieces)
-        return is_alike and all(_is_made_of(item, [p[i] for p in pieces], numel, same) for i, item in enumerate(whole))
-    return all(same(whole, piece) for piece in pieces)
+
+    return is_alike(is_made_of, whole, *pieces)

@@ -6,7 +6,6 @@ state moves with the parameters. Knows nothing of ranks, files or steps.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from fusedopt.buffers.bucket import Entry
 from fusedopt.inner.hooks import StepGuard
 from fusedopt.inner.optimizers import Group, InnerOptimizers, Listed
 from fusedopt.inner.plain import refuse_objects
+from fusedopt.nested import Path, map_leaves
 from fusedopt.sharding.local_state import take
 
 MainsOf = Callable[[Sequence[nn.Parameter]], list[nn.Parameter]]
@@ -235,10 +235,9 @@ def _made_of(optimizers: Sequence[Optimizer], outer: Group, mains_of: MainsOf) -
 
 def _cast_state(state: Any, old: torch.dtype, new: torch.dtype) -> Any:
     """Cast state that had the dtype of its parameter to the new one of that, however deep; step counts stay."""
-    if isinstance(state, Tensor):
-        return state.to(new) if state.dtype is old else state
-    if type(state) in (dict, OrderedDict):
-        return {key: value if key == "step" else _cast_state(value, old, new) for key, value in state.items()}
-    if type(state) is deque:
-        return deque((_cast_state(value, old, new) for value in state), state.maxlen)
-    return type(state)(_cast_state(v, old, new) for v in state) if type(state) in (list, tuple) else state
+
+    def cast(path: Path, leaf: Any) -> Any:
+        has_dtype = isinstance(leaf, Tensor) and leaf.dtype is old and "step" not in path
+        return leaf.to(new) if has_dtype else leaf
+
+    return map_leaves(cast, state)

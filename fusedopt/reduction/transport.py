@@ -323,6 +323,7 @@ class PendingParameter(nn.Parameter):
 
 
 def _pending_in(value: Any) -> Iterator[PendingParameter]:
+    # Not by `nested`: runs in every torch function on such parameters, and looks at arguments as torch passes them.
     if type(value) is PendingParameter:
         yield value
     elif isinstance(value, (list, tuple)):

@@ -2,7 +2,7 @@
 
     ... -> step -> write-back -> gather -> [checkpoint]
 
-State is nested dicts, lists and tuples with tensors anywhere. Under a shard that cuts through a parameter, this
+State is nested containers with tensors anywhere. Under a shard that cuts through a parameter, this
 rank's tensors for it are 1-D slices in memory order. A slice says in a state dict which elements it is,
 ``{"1024:2048": tensor}``, so that the parts of several ranks neither look whole nor take each other's place.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from fusedopt.nested import map_leaves
 from fusedopt.sharding.checkpoint_parts import (
     CheckpointPart,
     Region,
@@ -67,11 +67,7 @@ class Cut:
 
 
 def _each(value: Any, act: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return act(value)
-    if type(value) in (dict, OrderedDict):
-        return {key: _each(item, act) for key, item in value.items()}
-    return type(value)(_each(item, act) for item in value) if type(value) in (list, tuple) else value
+    return map_leaves(lambda _, leaf: act(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def label(value: Any, cut: Cut) -> Any:
@@ -122,8 +118,12 @@ def take(value: Any, cut: Cut) -> Any:
     Raises:
         ValueError: if it is the part of another layout.
     """
+    return map_leaves(lambda _, leaf: _take(leaf, cut), value, is_leaf=lambda value: labelled(value) is not None)
+
+
+def _take(value: Any, cut: Cut) -> Any:
     if is_dtensor(value):  # of torch.distributed.checkpoint, or a stock optimizer: placed as the parameter is
-        return take(local_of(value), replace(cut, region=None))
+        return _take(local_of(value), replace(cut, region=None))
     found = labelled(value)
     if found is not None:
         if found[0] != cut.span:
@@ -134,14 +134,12 @@ def take(value: Any, cut: Cut) -> Any:
         return found[1]
     if isinstance(value, CheckpointPart):
         return from_checkpoint(value, cut.shape, cut.strides, cut.span, cut.region)
-    if isinstance(value, Tensor):
-        if cut.region is not None and value.shape == cut.region[0]:
-            value = region_in(value, cut.region[1], cut.shape)
-        is_cut = cut.is_partial and cut.span is not None and value.shape == cut.shape
-        return extract(value, cut.strides, cut.span) if is_cut and cut.span is not None else value
-    if type(value) in (dict, OrderedDict):
-        return {key: take(item, cut) for key, item in value.items()}
-    return type(value)(take(item, cut) for item in value) if type(value) in (list, tuple) else value
+    if not isinstance(value, Tensor):
+        return value
+    if cut.region is not None and value.shape == cut.region[0]:
+        value = region_in(value, cut.region[1], cut.shape)
+    is_cut = cut.is_partial and cut.span is not None and value.shape == cut.shape
+    return extract(value, cut.strides, cut.span) if is_cut and cut.span is not None else value
 
 
 REMEDY = (

@@ -13,21 +13,19 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedopt.inner.plain import find_objects
+from fusedopt.inner.plain import CONTAINERS_READ, find_objects
+from fusedopt.nested import Path, items_of, leaves, map_leaves
 from fusedopt.sharding.checkpoint_parts import assemble_
 from fusedopt.sharding.comm import DataParallelGroup
 from fusedopt.sharding.layout import Span
 from fusedopt.sharding.local_state import Cut, labelled
-
-_Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class _Sealed:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What one rank tells of its state: the same nested containers, with a `_TensorInfo` in place of each tensor."""
+    """What one rank sends: for every key of its state the same nested containers, with a `_TensorInfo` for each tensor."""
 
     rank: int
     shard_rank: int
@@ -119,9 +117,8 @@ def _digest(value: Any) -> str:
     if isinstance(value, Tensor):
         raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return f"{value.dtype}{tuple(value.shape)}{hashlib.sha256(raw).hexdigest()}"
-    if isinstance(value, Mapping):
-        return repr([(repr(key), _digest(item)) for key, item in value.items()])
-    return repr([_digest(item) for item in value]) if type(value) in (list, tuple) else repr(value)
+    items = items_of(value)
+    return repr(value) if items is None else repr([(repr(key), _digest(item)) for key, item in items])
 
 
 def _order(key: Any) -> tuple[bool, Any]:
@@ -129,27 +126,24 @@ def _order(key: Any) -> tuple[bool, Any]:
 
 
 def _describe(value: Any) -> Any:
-    found = labelled(value)
-    if found is not None:
-        return _TensorInfo(tuple(found[1].shape), found[1].dtype, found[0])
-    if isinstance(value, Tensor):
-        return _TensorInfo(tuple(value.shape), value.dtype)
-    if type(value) in (dict, OrderedDict):
-        return {key: _describe(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_describe, value))
-    return _Sealed.of(value) if any(find_objects(value, "")) else value
+    """Return state with a `_TensorInfo` for each tensor, sealed where it takes more than builtins to describe it."""
+
+    def describe(_: Path, leaf: Any) -> Any:
+        found = labelled(leaf)
+        if found is not None:
+            return _TensorInfo(tuple(found[1].shape), found[1].dtype, found[0])
+        if isinstance(leaf, Tensor):
+            return _TensorInfo(tuple(leaf.shape), leaf.dtype)
+        return _Sealed.of(leaf) if any(find_objects(leaf, "")) else leaf
+
+    return map_leaves(describe, value, is_leaf=lambda v: labelled(v) is not None or type(v) not in CONTAINERS_READ)
 
 
-def _infos_in(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, _TensorInfo]]:
-    if isinstance(value, _TensorInfo):
-        yield path, value
-    elif isinstance(value, (dict, list, tuple)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _infos_in(item, (*path, key))
+def _infos_in(value: Any) -> dict[Path, _TensorInfo]:
+    return {path: leaf for path, leaf in leaves(value) if isinstance(leaf, _TensorInfo)}
 
 
-def _at(value: Any, path: _Path) -> Any:
+def _at(value: Any, path: Path) -> Any:
     for key in path:
         value = value[key]
     return value
@@ -167,7 +161,7 @@ class _Plan:
     def __init__(self, key: Any, offers: list[_Offer], cut: Callable[[int], Cut]) -> None:
         self._key = key
         self._cut = cut
-        self._infos = {offer.rank: dict(_infos_in(offer.state[key])) for offer in offers}
+        self._infos = {offer.rank: _infos_in(offer.state[key]) for offer in offers}
         # The rank with most elements decides what is a slice: in a part of one element everything looks like one.
         sizes = {offer.rank: sum(t.span.numel for t in self._infos[offer.rank].values() if t.span) for offer in offers}
         self._leader = max(offers, key=lambda offer: sizes[offer.rank])
@@ -175,7 +169,7 @@ class _Plan:
             if info.span is not None:
                 self._check(path, info)
 
-    def _check(self, path: _Path, info: _TensorInfo) -> None:
+    def _check(self, path: Path, info: _TensorInfo) -> None:
         found = {rank: infos.get(path) for rank, infos in self._infos.items()}
         spans = sorted((t.span.start, t.span.end) for t in found.values() if t is not None and t.span is not None)
         ends = [0, *(end for _, end in spans)]
@@ -188,18 +182,14 @@ class _Plan:
             )
 
     def carry_out(self, transfer: _Transfer) -> Any:
-        return self._fill(self._leader.state[self._key], (), transfer)
+        def fill(path: Path, leaf: Any) -> Any:
+            if isinstance(leaf, _TensorInfo):
+                return self._fetch(leaf, path, transfer)
+            return leaf.open() if isinstance(leaf, _Sealed) else leaf
 
-    def _fill(self, value: Any, path: _Path, transfer: _Transfer) -> Any:
-        if isinstance(value, _TensorInfo):
-            return self._fetch(value, path, transfer)
-        if isinstance(value, dict):
-            return {key: self._fill(item, (*path, key), transfer) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._fill(item, (*path, i), transfer) for i, item in enumerate(value))
-        return value.open() if isinstance(value, _Sealed) else value
+        return map_leaves(fill, self._leader.state[self._key])
 
-    def _fetch(self, info: _TensorInfo, path: _Path, transfer: _Transfer) -> Tensor | None:
+    def _fetch(self, info: _TensorInfo, path: Path, transfer: _Transfer) -> Tensor | None:
         where = (self._key, *path)
         if info.span is None:
             return transfer.fetch(where, self._leader.rank, info)
@@ -229,7 +219,7 @@ class _Transfer:
         self._to = to
         self.is_target = comm.rank == to
 
-    def fetch(self, where: _Path, rank: int, info: _TensorInfo) -> Tensor | None:
+    def fetch(self, where: Path, rank: int, info: _TensorInfo) -> Tensor | None:
         """Return, on the rank they are for, the tensor that ``rank`` has there; None on the others."""
         if self._comm.rank not in (rank, self._to):
             return None

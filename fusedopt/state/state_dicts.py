@@ -28,6 +28,7 @@ from fusedopt.buffers.bucket import Entry
 from fusedopt.inner.loading import has_own_format, load_in_place
 from fusedopt.inner.optimizers import Group, InnerOptimizers
 from fusedopt.inner.plain import find_objects, name_of, refuse_objects
+from fusedopt.nested import leaves
 from fusedopt.sharding.dtensor import place_of
 from fusedopt.sharding.local_state import REMEDY, Cut, label, take
 from fusedopt.state.view import HAS_STATE, checkpoint_state
@@ -214,13 +215,34 @@ class StateDicts:
                     f"{name} keeps state under {sorted(map(str, others))}, which are no parameters; "
                     "torch.distributed.checkpoint saves what belongs to parameters only. Use optimizer.state_dict()"
                 )
-        self.refuse_objects("torch.distributed.checkpoint cannot put parts of it together")
+        self._refuse_for_checkpoint()
         state = {}
         for index, param in enumerate(self._params):
             packed = checkpoint_state(self._inner, param, is_template=is_template)
             if packed or param.requires_grad:
                 state[index] = packed
         return {"state": state, "param_groups": self._pack_groups({})}
+
+    def _refuse_for_checkpoint(self) -> None:
+        """Raise if torch.distributed.checkpoint would take one rank's part for the whole.
+
+        It puts together what is in dicts and lists; the rest it saves as one rank has it, and loads that on all ranks.
+        """
+        why = "torch.distributed.checkpoint cannot put parts of it together"
+        for index, value in self.pack_state().items():
+            cut, where = self.cut(index), f"the state of parameter {self._name(index)}"
+            if not cut.is_partial and place_of(self._params[index]) in ("", "whole"):
+                continue
+            refuse_objects(value, where, why)
+            for path, found in leaves(value, is_leaf=lambda item: isinstance(item, tuple)):
+                items = leaves(found) if isinstance(found, tuple) else ()
+                if any(
+                    isinstance(item, Tensor) and (cut.is_slice(item) or item.shape == cut.shape) for _, item in items
+                ):
+                    raise ValueError(
+                        f"{where}, {path[0]!r} holds a tuple of tensors, and {why}. Save every rank's own "
+                        "optimizer.state_dict() and load it on the same rank"
+                    )
 
     def refuse_own_format(self, why: str) -> None:
         """Raise if an inner optimizer's state dict is in a format of its own.

@@ -1,5 +1,8 @@
 """torch.distributed.checkpoint of DTensor parameters that data-parallel ranks split once more, bit for bit."""
 
+import collections
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -228,3 +231,76 @@ def onto_a_rank_without_elements(rank):
 
 def test_whole_state_is_broadcast_also_to_a_rank_that_has_no_element():
     assert run(onto_a_rank_without_elements, 2) == [2, 0]
+
+
+Pair = collections.namedtuple("Pair", "count total")
+SEEN = {
+    "list": lambda tensor: [tensor, 0],
+    "OrderedDict": lambda tensor: collections.OrderedDict(a=[tensor]),
+}
+UNSEEN = {
+    "tuple": lambda tensor: (tensor, 0),
+    "tuple in a list": lambda tensor: [0, ([tensor],)],
+    "deque": lambda tensor: collections.deque([tensor], 2),
+    "named tuple": lambda tensor: Pair(0, tensor),
+}
+
+
+class Keeps(torch.optim.SGD):
+    """Keeps the last gradient in a container."""
+
+    def __init__(self, params, make):
+        super().__init__(params, lr=0.1)
+        self.make = make
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["held"] = self.make(param.grad.clone())
+
+
+def kept_in_containers(rank, folder):
+    """One rank of two has rows 0 and 1 of a parameter, the other one rows 2 and 3."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    held = []
+
+    def start(make, scale):
+        net = nn.Module()
+        net.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh["tp"], [Shard(0)]))
+        optimizer = fusedopt.FusedMainGradOptimizer(Keeps(net.named_parameters(), make), device_mesh=mesh["dp"])
+        (net.weight.to_local() * scale).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return net, optimizer
+
+    for number, make in enumerate(SEEN.values()):
+        net, optimizer = start(make, rank + 1.0)
+        dcp.save(get_optimizer_state_dict(net, optimizer), checkpoint_id=folder / str(number))
+        net, optimizer = start(make, 7.0)
+        template = get_optimizer_state_dict(net, optimizer)
+        dcp.load(template, checkpoint_id=folder / str(number))
+        set_optimizer_state_dict(net, optimizer, template)
+        held.append(copy.deepcopy(optimizer.state[net.weight]["held"]))
+    for make in UNSEEN.values():
+        net, optimizer = start(make, rank + 1.0)
+        with pytest.raises(ValueError, match=r"parameter .*weight, 'held' holds a .*cannot put parts of it together"):
+            get_optimizer_state_dict(net, optimizer)
+    plain = nn.Linear(128, 128, bias=False)
+    inner = Keeps(plain.named_parameters(), UNSEEN["tuple"])
+    optimizer = fusedopt.FusedMainGradOptimizer(inner, shard="optimizer", shard_by="element")
+    plain(torch.ones(1, 128)).sum().backward()
+    optimizer.step()
+    assert optimizer.state[plain.weight]["held"][0].shape == (128 * 128 // 2,)
+    with pytest.raises(ValueError, match=r"parameter weight, 'held' holds a tuple of tensors.*parts of it together"):
+        get_optimizer_state_dict(plain, optimizer)
+    return held
+
+
+def test_parts_in_lists_and_dicts_are_put_together_and_refused_where_torch_would_load_one_ranks_on_all(tmp_path):
+    for rank, held in enumerate(run(kept_in_containers, 2, tmp_path)):
+        part = torch.full((2, 3), rank + 1.0)
+        assert [type(value) for value in held] == [list, collections.OrderedDict]
+        assert torch.equal(held[0][0], part)
+        assert torch.equal(held[1]["a"][0], part)

@@ -35,6 +35,7 @@ IN_PLACE = {
             *("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"),
         )
     },
+    ("nested.py", "_make"): "a method of named tuples, in Python's documentation",
     # Other libraries; fusedopt/integrations/versions.py says which versions have what.
     ("integrations/accelerate.py", "_optimizers"): "accelerate's list of what it prepared",
     ("integrations/scaling.py", "_optimizers"): "the same",
