@@ -55,7 +55,7 @@ class _Sealed:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What one rank sends: for every key of its state the same nested containers, with a `_TensorInfo` for each tensor."""
+    """What one rank tells of its state: the same nested containers, with a `_TensorInfo` for each tensor."""
 
     rank: int
     shard_rank: int
