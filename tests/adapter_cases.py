@@ -370,7 +370,7 @@ def takes_strided_tensors_and_other_dtypes(scale_cast_, device):
 # fused_step_(rule, operands, *, grad_scale=None, found_inf=None)
 
 
-def make_spans(sizes, rule, models, device, steps):
+def make_operands(sizes, rule, models, device, steps):
     """Return operands with random parameters, and state as after some steps."""
     mains = [torch.randn(n).to(device) for n in sizes]
     momentum = [torch.randn(n).to(device) for n in sizes]
@@ -481,7 +481,7 @@ def run_steps(fused_step_, rule, operands, num_steps=3, told=None):
 
 def check_rule(fused_step_, rule, device):
     for models in (None, *LOW):
-        operands = make_spans((1024, 5, 700), rule, models, device, steps=(2, 2, 2))
+        operands = make_operands((1024, 5, 700), rule, models, device, steps=(2, 2, 2))
         misses = run_steps(fused_step_, rule, operands)
         assert max(misses.values()) <= 1, misses
 
@@ -504,10 +504,10 @@ def steps_sgd_with_momentum_as_torch_does(fused_step_, device):
 
 @case("fused_step_")
 def steps_each_parameter_by_its_own_count(fused_step_, device):
-    operands = make_spans((1024, 5, 700, 64), ADAMW, torch.bfloat16, device, steps=(1, 5, 1, 1000))
+    operands = make_operands((1024, 5, 700, 64), ADAMW, torch.bfloat16, device, steps=(1, 5, 1, 1000))
     misses = run_steps(fused_step_, ADAMW, operands)
     assert max(misses.values()) <= 1, misses
-    operands = make_spans((1024, 5), SGD, torch.bfloat16, device, steps=(1, 5))
+    operands = make_operands((1024, 5), SGD, torch.bfloat16, device, steps=(1, 5))
     assert max(run_steps(fused_step_, SGD, operands).values()) <= 1
 
 
@@ -516,7 +516,7 @@ def steps_many_parameters_with_empty_ones_between(fused_step_, device):
     for rule in (ADAMW, NESTEROV):
         for models in (None, *LOW):
             sizes = (0, *[n % 5 for n in range(100)], 3, 0)
-            operands = make_spans(sizes, rule, models, device, steps=[1.0] * len(sizes))
+            operands = make_operands(sizes, rule, models, device, steps=[1.0] * len(sizes))
             misses = run_steps(fused_step_, rule, operands)
             assert max(misses.values()) <= 1, misses
             assert (
@@ -538,7 +538,7 @@ def another_rule_would_be_caught(fused_step_, device):
         "decay": (DAMPED, Sgd(0.1, 0.8, 0.1, 0.0, False)),
     }
     for name, (rule, told) in changes.items():
-        operands = make_spans((1024,), rule, None, device, steps=(2,))
+        operands = make_operands((1024,), rule, None, device, steps=(2,))
         assert run_steps(fused_step_, rule, operands, told=told)["main"] > 10, name
 
 
@@ -551,7 +551,7 @@ def refuses_what_it_would_compute_wrong(fused_step_, device):
         (ADAMW, {"found_inf": one}, "without grad_scale"),
         (plain, {}, "SGD with momentum"),
     ):
-        operands = make_spans((8,), ADAMW, torch.bfloat16, device, steps=(1,))
+        operands = make_operands((8,), ADAMW, torch.bfloat16, device, steps=(1,))
         before = operands.mains[0].clone()
         with pytest.raises(TypeError, match=message):
             fused_step_(rule, operands, **keywords)
@@ -572,13 +572,13 @@ def refuses_dtypes_and_layouts_that_the_kernel_would_misread(fused_step_, device
             (lambda s: s.models.pop(), ValueError, "one of each per position"),
             (lambda s: s.states.pop(), ValueError, "lists of state"),
         ):
-            operands = make_spans((8, 4), rule, torch.bfloat16, device, steps=(1, 1))
+            operands = make_operands((8, 4), rule, torch.bfloat16, device, steps=(1, 1))
             change(operands)
             before = [main.clone() for main in operands.mains]
             with pytest.raises(error, match=message):
                 fused_step_(rule, operands)
             assert all(torch.equal(main, old) for main, old in zip(operands.mains, before, strict=True))
-    operands = make_spans((8, 4), ADAMW, None, device, steps=(1, 0))
+    operands = make_operands((8, 4), ADAMW, None, device, steps=(1, 0))
     with pytest.raises(ValueError, match="counted from 1"):
         fused_step_(ADAMW, operands)
     operands.steps.pop()

@@ -193,15 +193,22 @@ class Votes:
                 "ranks are at different micro-batches of a window, by a flush() with more pending on some, or by a "
                 "step() left out: all have to call step() equally often before they clip, step or flush together"
             )
-        for contradiction in (
-            ParamBits.SENT_AND_KEPT | ParamBits.SENT_AND_CLEARED,
-            ParamBits.GIVEN_AND_KEPT | ParamBits.GIVEN_AND_CLEARED,
-        ):
-            names = [e.slot.name for e in self.entries if contradiction & ~self.params[e.number] == 0]
-            if names:
-                shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-                return f"the gradient of parameter {shown} was cleared or replaced on some ranks only"
+        names = [entry.slot.name for entry in self.entries if _contradicts(self.params[entry.number])]
+        if names:
+            shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+            return f"the gradient of parameter {shown} was cleared or replaced on some ranks only"
         return None
+
+
+_CONTRADICTIONS = (
+    ParamBits.SENT_AND_KEPT | ParamBits.SENT_AND_CLEARED,
+    ParamBits.GIVEN_AND_KEPT | ParamBits.GIVEN_AND_CLEARED,
+)
+"""A gradient that was kept on some ranks and cleared on others."""
+
+
+def _contradicts(bits: int) -> bool:
+    return any(bits & both == both for both in _CONTRADICTIONS)
 
 
 class Ballot:

@@ -37,7 +37,12 @@ def test_functions_have_the_signatures_of_the_reference(library):
         assert [(p.name, p.kind, p.default) for p in ours.parameters.values()] == [
             (p.name, p.kind, p.default) for p in theirs.parameters.values()
         ]
-    assert list(inspect.signature(functions["fused_step_"]).parameters) == ["rule", "spans", "grad_scale", "found_inf"]
+    assert list(inspect.signature(functions["fused_step_"]).parameters) == [
+        "rule",
+        "operands",
+        "grad_scale",
+        "found_inf",
+    ]
 
 
 def test_rules_that_the_kernels_know_are_taken(library):

@@ -13,7 +13,7 @@ from fusedopt.backends import apex_ops, lists, te_ops, torch_ops
 from fusedopt.backends.offers import StepTensors
 from fusedopt.backends.selfcheck import fault
 from tests import adapter_cases
-from tests.adapter_cases import ADAM, ADAMW, NESTEROV, make_spans
+from tests.adapter_cases import ADAM, ADAMW, NESTEROV, make_operands
 from tests.doubles import recording
 from tests.doubles.adapters import ADAPTERS, OFFERED, functions_of
 from tests.doubles.apex_double import apex_installed
@@ -116,7 +116,7 @@ def test_nothing_on_the_cpu_reaches_a_real_library(library, monkeypatch):
     with pytest.raises(TypeError, match=r"on cpu; this library adds products .* on cuda"):
         functions["wgrad_accumulate_"](torch.ones(8, 16), *operands, accumulate=True)
     with pytest.raises(TypeError, match="tensors on cpu; this library steps on cuda"):
-        functions["fused_step_"](ADAMW, make_spans((8,), ADAMW, None, CPU, (1,)))
+        functions["fused_step_"](ADAMW, make_operands((8,), ADAMW, None, CPU, (1,)))
     adapter_cases.counts_every_element_once(functions["norm"], CPU)
     adapter_cases.scales_in_float32_and_rounds_once_more(functions["scale_cast_"], CPU)
     assert not calls
@@ -187,7 +187,7 @@ def test_a_factor_on_the_host_is_passed_as_a_number_where_the_tensors_are_elsewh
 
 def step(module, rule, models, steps=(3, 3)):
     """Make a step on the double that is installed; return the operands."""
-    operands = make_spans((8, 4), rule, models, CPU, steps)
+    operands = make_operands((8, 4), rule, models, CPU, steps)
     module.offer().functions["fused_step_"](rule, operands)
     return operands
 
@@ -231,7 +231,7 @@ def test_sgd_gets_its_lists_and_numbers_in_order(models):
 
 def test_parameters_of_one_step_number_go_together(library):
     module, _, calls = library
-    operands = make_spans((8, 4, 2, 0, 6), ADAMW, torch.bfloat16, CPU, (1, 7, 1, 9, 7))
+    operands = make_operands((8, 4, 2, 0, 6), ADAMW, torch.bfloat16, CPU, (1, 7, 1, 9, 7))
     module.offer().functions["fused_step_"](ADAMW, operands)
     assert [(call.arguments[4], call.numels[0]) for call in functions_of(calls, "multi_tensor_adam")] == [
         (1, [8, 2]),

@@ -160,7 +160,7 @@ READ = "_local_scalar_dense.default"  # what .item(), float() and bool() of a te
 def test_nothing_is_read_back_to_the_host(ops):
     problem = Problem(sizes=(100, 200))
     with Operations() as seen:
-        ops.fused_step_(ADAMW, problem.spans(), grad_scale=torch.tensor(2.0), found_inf=torch.tensor(0.0))
+        ops.fused_step_(ADAMW, problem.operands(), grad_scale=torch.tensor(2.0), found_inf=torch.tensor(0.0))
         ops.scale_cast_(problem.mains, problem.mains, torch.tensor(2.0))
     assert "stack.default" in seen.names
     assert READ not in seen.names
@@ -173,7 +173,7 @@ def test_written_tensors_count_as_changed_and_read_ones_do_not(ops):
     problem = Problem(sizes=(100, 200))
     written = [(tensor, tensor._version) for tensor in problem.written()]
     read = [(tensor, tensor._version) for tensor in (*problem.grads, *problem.steps)]
-    ops.fused_step_(ADAMW, problem.spans())
+    ops.fused_step_(ADAMW, problem.operands())
     assert all(tensor._version > old for tensor, old in written)
     assert all(tensor._version == old for tensor, old in read)
     source, target = torch.randn(5), torch.randn(5)
@@ -189,7 +189,7 @@ def test_a_cpu_tensor_without_the_interpreter_is_refused_by_name(ops, compiled_o
     with pytest.raises(RuntimeError, match="do not run on cpu"):
         compiled_ops.scale_cast_([torch.zeros(3)], [torch.zeros(3)])
     with pytest.raises(RuntimeError, match="do not run on cpu"):
-        compiled_ops.fused_step_(ADAMW, Problem().spans())
+        compiled_ops.fused_step_(ADAMW, Problem().operands())
 
 
 def test_offer_names_every_function(ops, monkeypatch):

@@ -185,7 +185,7 @@ def test_found_inf_leaves_gradients_undivided(ops):
     assert all(map(torch.equal, problem.grads, before))
 
 
-def test_step_writes_nothing_beside_its_spans(ops):
+def test_step_writes_nothing_beside_its_operands(ops):
     problem = Problem(sizes=(BLOCK + 1,))
     kinds = ("mains", "exp_avgs", "exp_avg_sqs", "models")
     guards = []
