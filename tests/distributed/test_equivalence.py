@@ -20,7 +20,7 @@ from programs import (
     make_net,
     plain_window,
     play,
-    play_all,
+    play_on_ranks,
     same,
 )
 from torch import nn
@@ -53,7 +53,7 @@ def test_ranks_and_micro_batches_are_one_process_and_collectives_do_not_grow_wit
     for k in (1, 4):
         program = tuple(plain_window(world_size, k, merging=True) for _ in range(NUM_WINDOWS))
         cases += [("", s, program) for s in settings_for(shard, gradient_accumulation_steps=k)]
-    played = by_settings(run(play_all, world_size, world_size, cases))
+    played = by_settings(play_on_ranks(world_size, cases))
     assert len(played) == len(cases)
     for (_, settings, _), result in zip(cases, played, strict=True):
         k, num_buckets = settings.gradient_accumulation_steps, result.num_buckets
@@ -75,7 +75,7 @@ def test_all_collectives_of_a_window_are_counted_and_only_backwards_of_gradients
     for k in (2, 4):
         program = tuple(plain_window(world_size, k, merging=True) for _ in range(2))
         cases += [("", s, program) for s in settings_for(shard, gradient_accumulation_steps=k, max_grad_norm=100.0)]
-    played = by_settings(run(play_all, world_size, world_size, cases))
+    played = by_settings(play_on_ranks(world_size, cases))
     half = len(played) // 2
     for two, four in zip(played[:half], played[half:], strict=True):
         if shard == "gradients":
@@ -97,7 +97,7 @@ def test_a_window_by_no_sync_reduces_once_and_is_one_process(shard, world_size):
     last = plain_window(world_size, 1).rows
     rows = tuple(same(world_size, Backward(sync=False)) for _ in range(3)) + last
     cases = [("", s, (Window(rows),) * NUM_WINDOWS) for s in settings_for(shard)]
-    for result in by_settings(run(play_all, world_size, world_size, cases)):
+    for result in by_settings(play_on_ranks(world_size, cases)):
         for counts in result.counts:
             assert counts["reduce"] == NUM_BLOCKS * (4 if shard == "gradients" else 1), (result.label, counts)
 
@@ -106,7 +106,7 @@ def test_a_window_by_no_sync_reduces_once_and_is_one_process(shard, world_size):
 def test_a_step_after_backwards_under_no_sync_alone_still_reduces(shard):
     rows = (*(same(2, Backward(sync=False)) for _ in range(2)), same(2, Step(), Clear()))
     cases = [("", s, (Window(rows),) * NUM_WINDOWS) for s in settings_for(shard)]
-    for result in by_settings(run(play_all, 2, 2, cases)):
+    for result in by_settings(play_on_ranks(2, cases)):
         assert all(counts["reduce"] >= NUM_BLOCKS for counts in result.counts), (result.label, result.counts)
 
 
@@ -115,7 +115,7 @@ def test_a_step_after_backwards_under_no_sync_alone_still_reduces(shard):
 def test_a_window_that_the_caller_counts_is_one_process(shard, world_size):
     program = (plain_window(world_size, 3),) * NUM_WINDOWS
     cases = [("", s, program) for s in settings_for(shard)]
-    for result in by_settings(run(play_all, world_size, world_size, cases)):
+    for result in by_settings(play_on_ranks(world_size, cases)):
         backwards = 1 if shard == "optimizer" else 3  # it cannot know which is the last
         assert all(counts["reduce"] == NUM_BLOCKS * backwards for counts in result.counts), (
             result.label,
@@ -144,7 +144,7 @@ def test_dtypes_optimizers_clipping_and_fused_layers_are_one_process(dtype, shar
     for settings in variants:
         k = settings.gradient_accumulation_steps
         cases.append(("", settings, tuple(plain_window(world_size, k, merging=True) for _ in range(NUM_WINDOWS))))
-    for (_, settings, _), result in zip(cases, by_settings(run(play_all, world_size, world_size, cases)), strict=True):
+    for (_, settings, _), result in zip(cases, by_settings(play_on_ranks(world_size, cases)), strict=True):
         if settings.num_groups == 1:
             assert result.num_buckets >= 2, result.label
         if settings.max_grad_norm is not None:
@@ -158,7 +158,7 @@ def test_one_rank_is_one_process_and_communicates_nothing(shard):
         ("", s, tuple(plain_window(1, 2, merging=True) for _ in range(NUM_WINDOWS)))
         for s in settings_for(shard, gradient_accumulation_steps=2)
     ]
-    for result in by_settings(run(play_all, 1, 1, cases)):
+    for result in by_settings(play_on_ranks(1, cases)):
         assert not any(sum(counts.values()) for counts in result.counts), (result.label, result.counts)
 
 
