@@ -222,7 +222,7 @@ def train_with_muon(rank, shard, shard_by, world_size):
 @pytest.mark.parametrize("shard_by", ["parameter", "auto"])
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_muon_with_adamw_gets_whole_matrices_and_is_one_process(shard, shard_by):
-    assert run(train_with_muon, 2, shard, shard_by, 2) == [[], []]
+    assert run(train_with_muon, 2, shard, shard_by, 2, reuses=True) == [[], []]
 
 
 class Trusted(torch.optim.Optimizer):
@@ -260,7 +260,7 @@ def train_by_norms(rank, shard, world_size):
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_an_optimizer_that_goes_by_norms_is_one_process_without_being_told(shard):
-    assert run(train_by_norms, 2, shard, 2) == [[], []]
+    assert run(train_by_norms, 2, shard, 2, reuses=True) == [[], []]
 
 
 # -- when reductions start
@@ -291,7 +291,7 @@ def count_reductions_seen_in_backward(rank, settings, k):
 def test_reductions_start_inside_the_last_backward_where_overlap_is_asked_for(shard, k, overlap):
     # One group of several buckets: within a group the last layers lie in the first buckets.
     settings = Settings(shard, overlap_grad_reduce=overlap, gradient_accumulation_steps=k, num_groups=1, width=600)
-    for started, num_buckets in run(count_reductions_seen_in_backward, 2, settings, k):
+    for started, num_buckets in run(count_reductions_seen_in_backward, 2, settings, k, reuses=True):
         assert num_buckets >= 4
         if overlap:
             assert all(0 < n < num_buckets for n in started), started
@@ -322,7 +322,7 @@ def construct(rank, shard, broadcast):
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.parametrize("shard", SHARDS)
 def test_construction_broadcasts_the_trained_parameters_and_broadcast_module_everything(shard, broadcast):
-    for rank, result in enumerate(run(construct, 2, shard, broadcast)):
+    for rank, result in enumerate(run(construct, 2, shard, broadcast, reuses=True)):
         is_first, is_own, num_broadcasts, everything, statistics = result
         assert len(is_first) == 7
         if rank == 1:
@@ -359,7 +359,7 @@ def train_interleaved(rank, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_interleaved_forwards_and_backwards_and_a_scheduler_are_one_process(shard):
-    assert run(train_interleaved, 2, shard) == [[], []]
+    assert run(train_interleaved, 2, shard, reuses=True) == [[], []]
 
 
 def wrap_empty_and_odd_shapes(rank, shard, shard_by):
@@ -379,7 +379,7 @@ def wrap_empty_and_odd_shapes(rank, shard, shard_by):
 @pytest.mark.parametrize("shard_by", ["element", "parameter"])
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_empty_scalar_and_odd_parameters_are_reduced_and_gathered(shard, shard_by):
-    for params in run(wrap_empty_and_odd_shapes, 3, shard, shard_by):
+    for params in run(wrap_empty_and_odd_shapes, 3, shard, shard_by, reuses=True):
         expected = 1.0 - sum(window + 6.0 for window in range(3))  # the mean of 0, 6 and 12 over ranks is 6
         assert [p.shape for p in params] == [(), (0,), (1,), (3, 0), (5, 7), (1025,), (2, 3, 5, 7)]
         assert all(torch.equal(p, torch.full_like(p, expected)) for p in params)
