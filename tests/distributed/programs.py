@@ -414,6 +414,7 @@ def play_all(rank: int, world_size: int, cases: Sequence[tuple[str, Settings, Pr
     for name, settings, program in cases:
         results.append(play(rank, world_size, settings, program, name))
         gc.collect()
+        gc.freeze()  # results and data are in the way of the wrapper's searches among all objects
     return results
 
 
