@@ -2,8 +2,10 @@
 
     results = run(fn, world_size, *args)        # fn(rank, *args) on every rank; results by rank
 
-Ranks are forked from a server that has imported torch and nothing else of ours, so no hook, group or setting
-outlives a launch. On every rank warnings are errors, and so is an exception that Python could only print.
+Ranks are forked from a server that has made imports and nothing else (`preload`), so no hook, group or setting outlives
+a launch. Where a file launches the same again and again, `run(..., reuses=True)` saves the warming up of ranks: they go
+on to the next launch of the file, in a fresh group, if they left nothing behind. A failed launch ends its ranks.
+On every rank warnings are errors, and so is an exception that Python could only print.
 A launch that fails says what every rank did last: its output, and its stacks where it had to be stopped.
 A slow machine fails no launch: ranks may take long as long as one of them computes.
 """
@@ -27,6 +29,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -52,7 +55,9 @@ _IDLE_SHARE = 0.05  # of a core: what waits by looking again and again takes les
 _STACKS_SECONDS = 2.0
 _PRELOAD = ["tests.distributed.preload"]
 
-_report: connection.Connection | None = None  # of this process, if it is a rank
+_parent: connection.Connection | None = None  # of this process, if it is a rank
+
+_kept: dict[int, list[_Rank]] = {}  # by world size; they wait for the next launch with `reuses`
 
 
 class RankError(Exception):
@@ -60,7 +65,12 @@ class RankError(Exception):
 
 
 def run(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = LIMIT_SECONDS, makes_group: bool = True
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = LIMIT_SECONDS,
+    makes_group: bool = True,
+    reuses: bool = False,
 ) -> list[Any]:
     """Call ``fn(rank, *args)`` on ``world_size`` ranks and return the results by rank.
 
@@ -71,30 +81,48 @@ def run(
         timeout: seconds, after which the stacks of all ranks are printed and the launch fails; it fails sooner if no
             rank has computed for `IDLE_SECONDS`.
         makes_group: else there is no default group, unless ``fn`` makes one and leaves it.
+        reuses: take the ranks that an earlier launch of this test file left, if any, and leave them to the next one.
+            ``fn`` must undo what it changes beyond its own objects; what `_traces` sees is checked.
 
     Raises:
         Exception: the one that came first on any rank, of its own type; `RankError` behind it tells of all ranks.
         TimeoutError: with the stacks of all ranks.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    # The function by name and the arguments as bytes: a rank that cannot import or read them reports that.
+    what = (fn.__module__, fn.__qualname__, pickle.dumps(args))
     with tempfile.TemporaryDirectory(prefix="fusedopt-ranks-") as folder:
-        ranks: list[_Rank] = []
+        store = str(Path(folder) / "store") if makes_group else None
+        ranks = _kept.pop(world_size, []) if reuses else []
         try:
-            ranks += [
-                _Rank(context, Path(folder), fn, rank, world_size, args, makes_group) for rank in range(world_size)
-            ]
+            if not ranks:
+                context = multiprocessing.get_context("forkserver")
+                context.set_forkserver_preload(_PRELOAD)
+                ranks += [_Rank(context, rank) for rank in range(world_size)]
+            for rank in ranks:
+                rank.begin(
+                    _Job(rank.rank, world_size, store, str(Path(folder) / f"rank{rank.rank}.log"), reuses, *what)
+                )
             _wait(ranks, timeout)
-            return [pickle.loads(rank.outcome[1]) for rank in ranks]
+            results = [pickle.loads(rank.outcome[1]) for rank in ranks]
+            if reuses:
+                _kept[world_size], ranks = ranks, []
+            return results
         finally:
             for rank in ranks:
                 rank.close()
 
 
+def end_kept_ranks() -> None:
+    """End the ranks that wait for a next launch; at the end of each test file."""
+    while _kept:
+        for rank in _kept.popitem()[1]:
+            rank.close()
+
+
 def at(text: str) -> None:
     """Say on a rank what it is about to do, for the message of a launch that fails there."""
-    if _report is not None:
-        _report.send_bytes(pickle.dumps(("at", text)))
+    if _parent is not None:
+        _parent.send_bytes(pickle.dumps(("at", text)))
 
 
 @contextlib.contextmanager
@@ -107,22 +135,38 @@ def recorded_warnings() -> Iterator[list[str]]:
         texts += [str(item.message) for item in caught]
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What a rank does in one launch."""
+
+    rank: int
+    world_size: int
+    store: str | None  # of the default group
+    log: str
+    stays: bool  # for another launch
+    module: str
+    qualname: str
+    pickled_args: bytes
+
+
 class _Rank:
     """The parent's side of one rank."""
 
-    def __init__(self, context, folder, fn, rank, world_size, args, makes_group):
+    def __init__(self, context: Any, rank: int) -> None:
         self.rank = rank
-        self.log = folder / f"rank{rank}.log"
         self.outcome: tuple[str, bytes, str] | None = None  # "result" or "error", pickled, traceback
-        self.doing = "starting"
-        self.has_died = False
-        self.connection, theirs = context.Pipe(duplex=False)
-        # The function by name and the arguments as bytes: a rank that cannot import or read them reports that.
-        job = (fn.__module__, fn.__qualname__, pickle.dumps(args))
-        where = (rank, world_size, str(folder / "store") if makes_group else None, str(self.log))
-        self.process = context.Process(target=_work, args=(*where, theirs, *job), daemon=True)
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
+
+    def begin(self, job: _Job) -> None:
+        self.log = Path(job.log)
+        self.outcome = None
+        self.doing = "starting"
+        self.has_died = False
+        with contextlib.suppress(BrokenPipeError):  # it has died since the last launch; `receive` tells
+            self.connection.send(job)
 
     def receive(self) -> None:
         try:
@@ -225,25 +269,31 @@ def _print_stacks(ranks: list[_Rank]) -> None:
     time.sleep(0.05)  # the rest of the stack
 
 
-def _work(rank, world_size, store, log, report, module, qualname, pickled_args) -> None:
-    """What a rank does, from its first line to its report."""
-    global _report
-    _report = report
-    with open(log, "w", buffering=1) as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-        sys.stdout = sys.stderr = output
-        faulthandler.enable(output)
-        faulthandler.register(signal.SIGUSR1, output, all_threads=True)
+def _work(parent: connection.Connection) -> None:
+    """What a rank does, from its first line to its last report."""
+    global _parent
+    _parent = parent
+    stays = True
+    while stays:
         try:
-            result = _call(rank, world_size, store, module, qualname, pickled_args)
-            message = ("result", pickle.dumps(result), "")
-        except BaseException as error:
-            message = ("error", _pickled(error), "".join(traceback.format_exception(error)))
-        report.send_bytes(pickle.dumps(message))
+            job: _Job = parent.recv()
+        except EOFError:
+            return
+        stays = job.stays
+        with open(job.log, "w", buffering=1) as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            sys.stdout = sys.stderr = output
+            faulthandler.enable(output)
+            faulthandler.register(signal.SIGUSR1, output, all_threads=True)
+            try:
+                message = ("result", pickle.dumps(_call(job)), "")
+            except BaseException as error:
+                message = ("error", _pickled(error), "".join(traceback.format_exception(error)))
+            parent.send_bytes(pickle.dumps(message))
 
 
-def _call(rank, world_size, store, module, qualname, pickled_args) -> Any:
+def _call(job: _Job) -> Any:
     sys.dont_write_bytecode = False  # or every rank would compile fusedopt and its tests anew
     unraisable: list[str] = []
     sys.unraisablehook = lambda what: unraisable.append(f"{what.exc_value!r} in {what.object!r}")
@@ -252,25 +302,47 @@ def _call(rank, world_size, store, module, qualname, pickled_args) -> Any:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
-    fn = importlib.import_module(module)
-    for name in qualname.split("."):
+    fn = importlib.import_module(job.module)
+    for name in job.qualname.split("."):
         fn = getattr(fn, name)
-    args = pickle.loads(pickled_args)
+    args = pickle.loads(job.pickled_args)
     gc.freeze()  # what imports made needs no collecting, and fusedopt's search for DDP skips it
-    with _default_group(store, rank, world_size) if store is not None else contextlib.nullcontext():
-        result = fn(rank, *args)
+    before = _traces() if job.stays else {}
+    with _default_group(job) if job.store is not None else contextlib.nullcontext():
+        result = fn(job.rank, *args)
+    after = _traces() if job.stays else {}
+    if changed := [name for name in before | after if before.get(name) != after.get(name)]:
+        found = ", ".join(f"{name} (from {before.get(name)} to {after.get(name)})" for name in changed)
+        raise RuntimeError(f"what reuses ranks must leave them as they were, and changed {found}")
     if unraisable:
         raise RuntimeError("exceptions that Python could only print: " + "; ".join(unraisable))
     return result
 
 
+def _traces() -> dict[str, Any]:
+    """Return, by name, what a launch could leave behind for the next one, and must not."""
+    gc.collect()
+    functions = {f"torch.distributed.{name}": id(value) for name, value in vars(dist).items() if callable(value)}
+    variables = {f"${name}": value for name, value in os.environ.items()}
+    return {
+        **functions,
+        **variables,
+        "the number of optimizers": sum(isinstance(thing, torch.optim.Optimizer) for thing in gc.get_objects()),
+        "the threads": [thread.name for thread in threading.enumerate()],
+        "the warning filters": list(warnings.filters),
+        "whether gradients are recorded": torch.is_grad_enabled(),
+        "the default dtype": torch.get_default_dtype(),
+        "whether there is a default group": dist.is_initialized(),
+    }
+
+
 @contextlib.contextmanager
-def _default_group(store, rank, world_size) -> Iterator[None]:
+def _default_group(job: _Job) -> Iterator[None]:
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
+        store=dist.FileStore(job.store, job.world_size),
+        rank=job.rank,
+        world_size=job.world_size,
         timeout=datetime.timedelta(seconds=GROUP_SECONDS),
     )
     yield

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import re
 from collections import Counter
@@ -21,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from launcher import at
+from launcher import at, run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -69,14 +70,21 @@ class Block(nn.Module):
 
     def data(self, dtype: torch.dtype, key: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return input and target of a micro-batch; ``key`` tells it from all others."""
-        seed = 0
-        for number in key:
-            seed = (seed * 1_000_003 + number + 1) % 2**31
-        generator = torch.Generator().manual_seed(seed)
-        target = _UNIT * torch.randint(-1, 2, self.shape_out, generator=generator).float()
-        if self.kind == "embedding":
-            return torch.randint(0, _TOKENS, self.shape_in, generator=generator), target
-        return torch.randint(-2, 3, self.shape_in, generator=generator).to(dtype), target
+        return _data(self.kind == "embedding", self.shape_in, self.shape_out, dtype, tuple(key))
+
+
+@functools.cache  # every program is played under many settings, on the same data
+def _data(
+    is_embedding: bool, shape_in: tuple[int, ...], shape_out: tuple[int, ...], dtype: torch.dtype, key: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    seed = 0
+    for number in key:
+        seed = (seed * 1_000_003 + number + 1) % 2**31
+    generator = torch.Generator().manual_seed(seed)
+    target = _UNIT * torch.randint(-1, 2, shape_out, generator=generator).float()
+    if is_embedding:
+        return torch.randint(0, _TOKENS, shape_in, generator=generator), target
+    return torch.randint(-2, 3, shape_in, generator=generator).to(dtype), target
 
 
 class Net(nn.Module):
@@ -122,7 +130,7 @@ class _FailInBackward(torch.autograd.Function):
 
 def make_net(dtype: torch.dtype, width: int = 40, seed: int = 7) -> Net:
     """Return a `Net` whose weights depend on ``seed`` alone."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds GPUs, too, which is ten times as slow
     return Net(width).to(dtype)
 
 
@@ -291,13 +299,9 @@ class OneProcess:
     def backward(self, rank: int, backward: Backward, key: Sequence[int]) -> None:
         """Add what arrives on ``rank``; each block's gradients by autograd, in the model's dtype, then in fp32."""
         for position in backward.arrived() * backward.times:
-            block = self.net.blocks[backward.path[position]]
-            carry = torch.zeros((), dtype=self.settings.dtype)
-            term, _ = block(*block.data(self.settings.dtype, (*key, position)), carry)
-            params = dict(block.named_parameters(prefix=f"blocks.{backward.path[position]}"))
-            for name, grad in zip(params, torch.autograd.grad(term, list(params.values())), strict=True):
-                sums = self.sums[rank]
-                sums[name] = sums[name] + grad.float() if name in sums else grad.float()
+            index, sums = backward.path[position], self.sums[rank]
+            for name, grad in _gradients(self.settings.dtype, self.settings.width, index, (*key, position)).items():
+                sums[name] = sums[name] + grad if name in sums else grad
 
     def clear(self, rank: int, clear: Clear) -> None:
         """Drop sums, as torch does."""
@@ -351,6 +355,19 @@ class OneProcess:
         self.num_pending = 0
 
 
+_any_net = functools.cache(make_net)
+
+
+@functools.cache  # they are the same whatever the weights are, so under all settings that a program is played with
+def _gradients(dtype: torch.dtype, width: int, index: int, key: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return what one use of block ``index`` brings, by autograd in the model's dtype, then in fp32."""
+    block = _any_net(dtype, width).blocks[index]
+    term, _ = block(*block.data(dtype, key), torch.zeros((), dtype=dtype))
+    params = dict(block.named_parameters(prefix=f"blocks.{index}"))
+    grads = torch.autograd.grad(term, list(params.values()))
+    return {name: grad.float() for name, grad in zip(params, grads, strict=True)}
+
+
 def _cleared_names(clear: Clear, names: Sequence[str]) -> list[str]:
     if not clear.blocks:
         return list(names)
@@ -397,7 +414,13 @@ def play_all(rank: int, world_size: int, cases: Sequence[tuple[str, Settings, Pr
     for name, settings, program in cases:
         results.append(play(rank, world_size, settings, program, name))
         gc.collect()
+        gc.freeze()  # results and data are in the way of the wrapper's searches among all objects
     return results
+
+
+def play_on_ranks(world_size: int, cases: Sequence[tuple[str, Settings, Program]]) -> list[list[Played]]:
+    """Return what came of `play_all` on ``world_size`` ranks, by rank; the ranks play the next programs, too."""
+    return run(play_all, world_size, world_size, cases, reuses=True)
 
 
 def problems_of(results: Sequence[Sequence[Played]]) -> list[str]:

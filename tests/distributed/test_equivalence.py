@@ -20,7 +20,7 @@ from programs import (
     make_net,
     plain_window,
     play,
-    play_all,
+    play_on_ranks,
     same,
 )
 from torch import nn
@@ -53,7 +53,7 @@ def test_ranks_and_micro_batches_are_one_process_and_collectives_do_not_grow_wit
     for k in (1, 4):
         program = tuple(plain_window(world_size, k, merging=True) for _ in range(NUM_WINDOWS))
         cases += [("", s, program) for s in settings_for(shard, gradient_accumulation_steps=k)]
-    played = by_settings(run(play_all, world_size, world_size, cases))
+    played = by_settings(play_on_ranks(world_size, cases))
     assert len(played) == len(cases)
     for (_, settings, _), result in zip(cases, played, strict=True):
         k, num_buckets = settings.gradient_accumulation_steps, result.num_buckets
@@ -75,7 +75,7 @@ def test_all_collectives_of_a_window_are_counted_and_only_backwards_of_gradients
     for k in (2, 4):
         program = tuple(plain_window(world_size, k, merging=True) for _ in range(2))
         cases += [("", s, program) for s in settings_for(shard, gradient_accumulation_steps=k, max_grad_norm=100.0)]
-    played = by_settings(run(play_all, world_size, world_size, cases))
+    played = by_settings(play_on_ranks(world_size, cases))
     half = len(played) // 2
     for two, four in zip(played[:half], played[half:], strict=True):
         if shard == "gradients":
@@ -97,7 +97,7 @@ def test_a_window_by_no_sync_reduces_once_and_is_one_process(shard, world_size):
     last = plain_window(world_size, 1).rows
     rows = tuple(same(world_size, Backward(sync=False)) for _ in range(3)) + last
     cases = [("", s, (Window(rows),) * NUM_WINDOWS) for s in settings_for(shard)]
-    for result in by_settings(run(play_all, world_size, world_size, cases)):
+    for result in by_settings(play_on_ranks(world_size, cases)):
         for counts in result.counts:
             assert counts["reduce"] == NUM_BLOCKS * (4 if shard == "gradients" else 1), (result.label, counts)
 
@@ -106,7 +106,7 @@ def test_a_window_by_no_sync_reduces_once_and_is_one_process(shard, world_size):
 def test_a_step_after_backwards_under_no_sync_alone_still_reduces(shard):
     rows = (*(same(2, Backward(sync=False)) for _ in range(2)), same(2, Step(), Clear()))
     cases = [("", s, (Window(rows),) * NUM_WINDOWS) for s in settings_for(shard)]
-    for result in by_settings(run(play_all, 2, 2, cases)):
+    for result in by_settings(play_on_ranks(2, cases)):
         assert all(counts["reduce"] >= NUM_BLOCKS for counts in result.counts), (result.label, result.counts)
 
 
@@ -115,7 +115,7 @@ def test_a_step_after_backwards_under_no_sync_alone_still_reduces(shard):
 def test_a_window_that_the_caller_counts_is_one_process(shard, world_size):
     program = (plain_window(world_size, 3),) * NUM_WINDOWS
     cases = [("", s, program) for s in settings_for(shard)]
-    for result in by_settings(run(play_all, world_size, world_size, cases)):
+    for result in by_settings(play_on_ranks(world_size, cases)):
         backwards = 1 if shard == "optimizer" else 3  # it cannot know which is the last
         assert all(counts["reduce"] == NUM_BLOCKS * backwards for counts in result.counts), (
             result.label,
@@ -144,7 +144,7 @@ def test_dtypes_optimizers_clipping_and_fused_layers_are_one_process(dtype, shar
     for settings in variants:
         k = settings.gradient_accumulation_steps
         cases.append(("", settings, tuple(plain_window(world_size, k, merging=True) for _ in range(NUM_WINDOWS))))
-    for (_, settings, _), result in zip(cases, by_settings(run(play_all, world_size, world_size, cases)), strict=True):
+    for (_, settings, _), result in zip(cases, by_settings(play_on_ranks(world_size, cases)), strict=True):
         if settings.num_groups == 1:
             assert result.num_buckets >= 2, result.label
         if settings.max_grad_norm is not None:
@@ -158,7 +158,7 @@ def test_one_rank_is_one_process_and_communicates_nothing(shard):
         ("", s, tuple(plain_window(1, 2, merging=True) for _ in range(NUM_WINDOWS)))
         for s in settings_for(shard, gradient_accumulation_steps=2)
     ]
-    for result in by_settings(run(play_all, 1, 1, cases)):
+    for result in by_settings(play_on_ranks(1, cases)):
         assert not any(sum(counts.values()) for counts in result.counts), (result.label, result.counts)
 
 
@@ -222,7 +222,7 @@ def train_with_muon(rank, shard, shard_by, world_size):
 @pytest.mark.parametrize("shard_by", ["parameter", "auto"])
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_muon_with_adamw_gets_whole_matrices_and_is_one_process(shard, shard_by):
-    assert run(train_with_muon, 2, shard, shard_by, 2) == [[], []]
+    assert run(train_with_muon, 2, shard, shard_by, 2, reuses=True) == [[], []]
 
 
 class Trusted(torch.optim.Optimizer):
@@ -260,7 +260,7 @@ def train_by_norms(rank, shard, world_size):
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_an_optimizer_that_goes_by_norms_is_one_process_without_being_told(shard):
-    assert run(train_by_norms, 2, shard, 2) == [[], []]
+    assert run(train_by_norms, 2, shard, 2, reuses=True) == [[], []]
 
 
 # -- when reductions start
@@ -291,7 +291,7 @@ def count_reductions_seen_in_backward(rank, settings, k):
 def test_reductions_start_inside_the_last_backward_where_overlap_is_asked_for(shard, k, overlap):
     # One group of several buckets: within a group the last layers lie in the first buckets.
     settings = Settings(shard, overlap_grad_reduce=overlap, gradient_accumulation_steps=k, num_groups=1, width=600)
-    for started, num_buckets in run(count_reductions_seen_in_backward, 2, settings, k):
+    for started, num_buckets in run(count_reductions_seen_in_backward, 2, settings, k, reuses=True):
         assert num_buckets >= 4
         if overlap:
             assert all(0 < n < num_buckets for n in started), started
@@ -322,7 +322,7 @@ def construct(rank, shard, broadcast):
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.parametrize("shard", SHARDS)
 def test_construction_broadcasts_the_trained_parameters_and_broadcast_module_everything(shard, broadcast):
-    for rank, result in enumerate(run(construct, 2, shard, broadcast)):
+    for rank, result in enumerate(run(construct, 2, shard, broadcast, reuses=True)):
         is_first, is_own, num_broadcasts, everything, statistics = result
         assert len(is_first) == 7
         if rank == 1:
@@ -359,7 +359,7 @@ def train_interleaved(rank, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_interleaved_forwards_and_backwards_and_a_scheduler_are_one_process(shard):
-    assert run(train_interleaved, 2, shard) == [[], []]
+    assert run(train_interleaved, 2, shard, reuses=True) == [[], []]
 
 
 def wrap_empty_and_odd_shapes(rank, shard, shard_by):
@@ -379,7 +379,7 @@ def wrap_empty_and_odd_shapes(rank, shard, shard_by):
 @pytest.mark.parametrize("shard_by", ["element", "parameter"])
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_empty_scalar_and_odd_parameters_are_reduced_and_gathered(shard, shard_by):
-    for params in run(wrap_empty_and_odd_shapes, 3, shard, shard_by):
+    for params in run(wrap_empty_and_odd_shapes, 3, shard, shard_by, reuses=True):
         expected = 1.0 - sum(window + 6.0 for window in range(3))  # the mean of 0, 6 and 12 over ranks is 6
         assert [p.shape for p in params] == [(), (0,), (1,), (3, 0), (5, 7), (1025,), (2, 3, 5, 7)]
         assert all(torch.equal(p, torch.full_like(p, expected)) for p in params)

@@ -26,7 +26,7 @@ from programs import (
     each,
     make_net,
     plain_window,
-    play_all,
+    play_on_ranks,
     same,
 )
 from torch._dynamo import compiled_autograd
@@ -369,7 +369,7 @@ def cases_of(name, windows, world_size, **fixed):
 @pytest.mark.parametrize("name", list(EXACT))
 def test_exact(name, world_size):
     cases = cases_of(name, EXACT[name](world_size), world_size)
-    results = run(play_all, world_size, world_size, cases)
+    results = play_on_ranks(world_size, cases)
     assert_exact(results)
     assert len(results[0]) == len(cases) >= 2
     assert all(sum(counts["reduce"] for counts in played.counts) >= NUM_BLOCKS for played in results[0])
@@ -380,7 +380,7 @@ def test_exact(name, world_size):
 @pytest.mark.parametrize("name", list(MENDED_OR_RAISED))
 def test_mended_or_raised_by_all(name, world_size):
     cases = cases_of(name, MENDED_OR_RAISED[name](world_size), world_size)
-    results = run(play_all, world_size, world_size, cases)
+    results = play_on_ranks(world_size, cases)
     assert_exact(results)
     assert len(results[0]) == len(cases) >= 3
     plain = [len(program) - 1 for _, _, program in cases]
@@ -404,7 +404,7 @@ FUSED = [
 
 @pytest.mark.parametrize("name", FUSED)
 def test_exact_with_fused_layers_which_write_before_the_hooks_run(name):
-    results = run(play_all, 2, 2, cases_of(name, EXACT[name](2), 2, is_fused=True, dtype=torch.float32))
+    results = play_on_ranks(2, cases_of(name, EXACT[name](2), 2, is_fused=True, dtype=torch.float32))
     assert_exact(results)
 
 
@@ -437,7 +437,7 @@ def test_exact_under_gradient_merge_where_the_last_backward_is_known(name, world
         for _, s, program in cases_of(name, windows, world_size)
     ]
     assert len(cases[0][2]) >= 2
-    results = run(play_all, world_size, world_size, cases)
+    results = play_on_ranks(world_size, cases)
     assert_exact(results)
 
 
@@ -474,7 +474,7 @@ def test_a_clear_on_one_rank_of_what_was_reduced_raises_on_all_by_name_and_train
         cases.append(("kept", Settings("optimizer", overlap_grad_reduce=overlap), tuple(kept)))
         if how.how == "optimizer":
             cases.append(("kept", Settings("gradients", overlap_grad_reduce=overlap), tuple(kept)))
-    results = run(play_all, world_size, world_size, cases)
+    results = play_on_ranks(world_size, cases)
     assert_exact(results)
     assert [list(played.raised) for played in results[0][:2]] == [[0, 2, 5], [1]]
 

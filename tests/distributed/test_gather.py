@@ -119,7 +119,7 @@ def touch(rank, shard, shard_by):
 @pytest.mark.parametrize("shard_by", ["element", "parameter"])
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_every_access_waits_for_parameters_that_are_on_their_way(shard, shard_by):
-    results = run(touch, 2, shard, shard_by)
+    results = run(touch, 2, shard, shard_by, reuses=True)
     assert [problems for problems, _ in results] == [[], []]
     assert results[0][1] == len(ACCESSES)
 
@@ -206,7 +206,7 @@ def leave_without_use(rank, end):
 
 @pytest.mark.parametrize("end", ["unwrap", "eval", "sync_main_params"])
 def test_steps_and_ends_finish_what_nobody_used(end):
-    results = run(leave_without_use, 2, end)
+    results = run(leave_without_use, 2, end, reuses=True)
     assert [names for names, _ in results] == [{"Parameter"}] * 2
     for got, other in zip(results[0][1], results[1][1], strict=True):
         assert torch.isfinite(got).all()

@@ -103,7 +103,7 @@ def clip_by_hand(rank, world_size, settings):
 )
 def test_clip_grad_norm_measures_and_clips_all_ranks_as_one_process(shard, shard_by, world_size):
     settings = Settings(shard, shard_by, dtype=torch.float32 if world_size == 4 else torch.bfloat16)
-    results = run(clip_by_hand, world_size, world_size, settings)
+    results = run(clip_by_hand, world_size, world_size, settings, reuses=True)
     assert [problems for problems, _ in results] == [[]] * world_size
     assert all(norms == results[0][1] for _, norms in results)
     assert len(results[0][1]) == 9
@@ -123,7 +123,7 @@ def clip_with_stock(rank):
 
 
 def test_stock_clip_is_right_where_gradients_are_whole():
-    assert run(clip_with_stock, 2) == [[], []]
+    assert run(clip_with_stock, 2, reuses=True) == [[], []]
 
 
 def norm_over_model_parallel_ranks(rank, shard):
@@ -183,7 +183,7 @@ def skip_together(rank, world_size, settings, factor):
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all_and_counted(shard, factor):
     for max_grad_norm in (None, MAX_NORM):
         settings = Settings(shard, max_grad_norm=max_grad_norm)
-        for problems, skipped, num_told, num_warnings in run(skip_together, 3, 3, settings, factor):
+        for problems, skipped, num_told, num_warnings in run(skip_together, 3, 3, settings, factor, reuses=True):
             assert problems == []
             assert skipped == [0, 1, 1, 1]
             assert num_told == num_warnings == 1
@@ -211,7 +211,7 @@ def raise_together(rank, settings):
 )
 def test_nonfinite_raise_names_the_parameter_on_all_ranks_and_training_goes_on(shard, shard_by):
     settings = Settings(shard, shard_by)
-    for problems, texts in run(raise_together, 2, settings):
+    for problems, texts in run(raise_together, 2, settings, reuses=True):
         assert problems == []
         assert [number for number, _ in texts] == [SPOILT]
         assert f"1 parameter(s): {SPOILT_NAME}." in texts[0][1]
@@ -234,7 +234,7 @@ def use_stock_scaler_under_a_shard(rank, shard):
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_stock_grad_scaler_under_a_shard_raises_on_all_ranks_and_names_the_remedy(shard):
-    for problems, text in run(use_stock_scaler_under_a_shard, 2, shard):
+    for problems, text in run(use_stock_scaler_under_a_shard, 2, shard, reuses=True):
         assert problems == []
         assert "ShardedGradScaler" in text
 
@@ -274,7 +274,7 @@ def train_fp16(rank, world_size, shard, kind, clip, by_fused_layers):
 def test_an_fp16_model_trains_under_the_scaler_that_fits_and_an_inf_on_one_rank_halves_the_scale_of_all(
     shard, kind, clip, by_fused_layers
 ):
-    for problems, scales, num_skipped in run(train_fp16, 2, 2, shard, kind, clip, by_fused_layers):
+    for problems, scales, num_skipped in run(train_fp16, 2, 2, shard, kind, clip, by_fused_layers, reuses=True):
         assert problems == []
         assert scales == [SCALE, SCALE / 2, SCALE / 2, SCALE, SCALE]
         assert num_skipped == 0  # the scaler's skip, not ours
@@ -296,7 +296,7 @@ def refuse_a_parameter(rank, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_a_parameter_that_one_rank_cannot_wrap_is_refused_by_all_and_nothing_is_changed(shard):
-    for text, wrapped in run(refuse_a_parameter, 3, shard):
+    for text, wrapped in run(refuse_a_parameter, 3, shard, reuses=True):
         assert "blocks.2.layer.weight" in text
         assert "complex64" in text
         assert not any(wrapped)
@@ -312,7 +312,7 @@ def wrap_other_shapes(rank, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_models_that_differ_between_ranks_are_refused_by_all(shard):
-    for text in run(wrap_other_shapes, 2, shard):
+    for text in run(wrap_other_shapes, 2, shard, reuses=True):
         assert "rank" in text
         assert "blocks.0.layer.weight" in text
 
@@ -344,7 +344,7 @@ def change_lr_on_both_sides(rank, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_a_mistake_on_one_rank_raises_on_all_and_once_mended_loses_no_gradient(shard):
-    for problems, texts in run(change_lr_on_both_sides, 2, shard):
+    for problems, texts in run(change_lr_on_both_sides, 2, shard, reuses=True):
         assert problems == []
         assert len(texts) == 1
         assert "param_groups[0]['lr'] was changed on both sides" in texts[0]
@@ -369,7 +369,7 @@ def clip_on_one_rank(rank, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_clipping_on_one_rank_only_raises_on_all(shard):
-    for problems, texts in run(clip_on_one_rank, 2, shard):
+    for problems, texts in run(clip_on_one_rank, 2, shard, reuses=True):
         assert problems == []
         assert [number for number, _ in texts] == [1]
 
@@ -396,7 +396,7 @@ def merge_with_a_closure(rank, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_a_closure_is_one_micro_batch_on_every_rank(shard):
-    assert run(merge_with_a_closure, 2, shard) == [([], True)] * 2
+    assert run(merge_with_a_closure, 2, shard, reuses=True) == [([], True)] * 2
 
 
 def flush_a_short_window(rank, shard):
@@ -425,7 +425,7 @@ def flush_a_short_window(rank, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_flush_ends_a_short_window_on_all_ranks(shard):
-    assert run(flush_a_short_window, 2, shard) == [[], []]
+    assert run(flush_a_short_window, 2, shard, reuses=True) == [[], []]
 
 
 def put_under_ddp(rank, when):
@@ -534,7 +534,7 @@ def late_state_backward(net, factors, divisor):
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("inner", FUSED)
 def test_steps_that_make_state_on_some_ranks_only_are_left_out_on_all_or_on_none(inner, shard):
-    assert run(late_state, 2, 2, inner, shard, range(8)) == [[], []]
+    assert run(late_state, 2, 2, inner, shard, range(8), reuses=True) == [[], []]
 
 
 def late_state_of_stages(rank, seeds):

@@ -177,3 +177,69 @@ def test_every_launch_starts_fresh_with_one_thread_and_one_seed():
     assert [result[:3] for result in results] == [(0, 0, 1)] * 4
     assert len({pid for *_, pid in results}) == 4
     assert not any(os.path.exists(f"/proc/{pid}") for *_, pid in results)
+
+
+# -- ranks that are reused
+
+
+def look_around(rank, leaves=None):
+    """Return what tells whether this rank is as a new one, and its process."""
+    seen = torch.initial_seed(), torch.get_num_threads(), dist.get_world_size(), int(add_up(rank, 1)[2])
+    torch.manual_seed(99)
+    if leaves == "optimizer":
+        torch._left_by_a_test = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    elif leaves == "function":
+        dist.all_reduce = dist.broadcast
+    elif leaves == "thread":
+        threading.Thread(target=sleep_for_long, daemon=True, name="left").start()
+    elif leaves == "variable":
+        os.environ["LEFT_BY_A_TEST"] = "1"
+    return seen, os.getpid()
+
+
+def test_ranks_that_are_reused_are_the_same_processes_in_a_fresh_group():
+    launches = [run(look_around, world_size, reuses=True) for world_size in (2, 3, 2)]
+    assert [[seen for seen, _ in results] for results in launches] == [
+        [(0, 1, size, sum(range(1, 1 + size)))] * size for size in (2, 3, 2)
+    ]
+    pids = [[pid for _, pid in results] for results in launches]
+    assert pids[0] == pids[2]
+    assert not set(pids[0]) & set(pids[1])
+    assert not set(pids[0]) & {pid for _, pid in run(look_around, 2)}  # others do not get them
+    launcher.end_kept_ranks()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in (*pids[0], *pids[1]))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "says"),
+    [
+        ("optimizer", r"the number of optimizers \(from 0 to 1\)"),
+        ("function", r"torch\.distributed\.all_reduce"),
+        ("thread", r"the threads .*'left'"),
+        ("variable", r"\$LEFT_BY_A_TEST \(from None to 1\)"),
+    ],
+)
+def test_what_a_launch_leaves_on_reused_ranks_fails_it_and_the_next_gets_new_ones(leaves, says):
+    first = [pid for _, pid in run(look_around, 2, reuses=True)]
+    with pytest.raises(RuntimeError, match=says):
+        run(look_around, 2, leaves, reuses=True)
+    again = run(look_around, 2, reuses=True)
+    assert not set(first) & {pid for _, pid in again}
+    assert [seen for seen, _ in again] == [(0, 1, 2, 3)] * 2
+
+
+@pytest.mark.parametrize("how", ["raise", "hang", "die"])
+def test_a_launch_that_fails_ends_reused_ranks_and_tells_of_itself_alone(how):
+    first = [pid for _, pid in run(look_around, 2, reuses=True)]
+    if how == "raise":
+        with pytest.raises(KeyError, match="parameter w of rank 1"):
+            run(fail_on_one, 2, "plain", reuses=True)
+    elif how == "hang":
+        with pytest.raises(TimeoutError, match="in the hang of rank 0"):
+            run(never_join, 2, timeout=2.0, reuses=True)
+    else:
+        with pytest.raises(RuntimeError, match="rank 0 died with exit code 7 while dying") as caught:
+            run(die, 2, "exit", reuses=True)
+        assert "the last words" in str(caught.value.__cause__)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in first)
+    assert not set(first) & {pid for _, pid in run(look_around, 2, reuses=True)}

@@ -68,7 +68,7 @@ def edited_run(rank, shard, factor=None):
 @pytest.mark.parametrize("shard", SHARDS)
 def test_edits_on_all_ranks_end_as_in_one_process(shard):
     expected, state = edited_run(0, None, factor=2)
-    for rank, (trace, found) in enumerate(run(edited_run, 2, shard)):
+    for rank, (trace, found) in enumerate(run(edited_run, 2, shard, reuses=True)):
         for ours, theirs in zip(trace, expected, strict=True):
             assert all(bool(torch.isfinite(value).all()) for value in theirs)
             assert all(map(torch.equal, ours, theirs))
@@ -101,7 +101,7 @@ def edit_of(name):
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("edit", ["remove", "reverse"])
 def test_an_edit_on_one_rank_only_raises_on_all(edit, shard):
-    for text in run(edit_on_one_rank, 2, shard, edit):
+    for text in run(edit_on_one_rank, 2, shard, edit, reuses=True):
         assert "on all" in text
 
 
@@ -122,7 +122,7 @@ def add_by_hand(rank, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_a_parameter_that_is_added_by_hand_is_refused_and_add_param_group_gives_all_ranks_its_values(shard):
-    assert run(add_by_hand, 2, shard) == [[-1.0] * 3] * 2
+    assert run(add_by_hand, 2, shard, reuses=True) == [[-1.0] * 3] * 2
 
 
 class WithEmptyGroup(nn.Module):
@@ -162,7 +162,7 @@ def empty_group(rank, shard, broadcast):
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize("shard", SHARDS)
 def test_torchs_checkpoints_load_the_hyper_parameters_of_a_group_without_parameters(shard, broadcast):
-    assert run(empty_group, 2, shard, broadcast) == [[0.2, 0.7, 0.1]] * 2
+    assert run(empty_group, 2, shard, broadcast, reuses=True) == [[0.2, 0.7, 0.1]] * 2
 
 
 def test_so_they_do_in_one_process():

@@ -4,7 +4,6 @@ import dataclasses
 import random
 
 import pytest
-from launcher import run
 from programs import (
     NUM_BLOCKS,
     Backward,
@@ -14,7 +13,7 @@ from programs import (
     Window,
     assert_exact,
     plain_window,
-    play_all,
+    play_on_ranks,
 )
 
 NUM_WINDOWS = 5
@@ -99,7 +98,7 @@ def cases_for(seeds, world_size, is_wild, **fixed):
 @pytest.mark.parametrize("seeds", [range(i, i + 8) for i in range(0, 16, 8)], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_without_exceptions_and_uneven_clears_every_program_is_exact(world_size, seeds):
-    results = run(play_all, world_size, world_size, cases_for(seeds, world_size, is_wild=False))
+    results = play_on_ranks(world_size, cases_for(seeds, world_size, is_wild=False))
     assert_exact(results)
     assert len(results[0]) == 3 * len(seeds)
     assert not any(played.raised for played in results[0])
@@ -109,7 +108,7 @@ def test_without_exceptions_and_uneven_clears_every_program_is_exact(world_size,
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_with_exceptions_and_uneven_clears_every_program_is_exact_or_raises_on_all_ranks(world_size, seeds):
     cases = cases_for(seeds, world_size, is_wild=True)
-    results = run(play_all, world_size, world_size, cases)
+    results = play_on_ranks(world_size, cases)
     assert_exact(results)
     raised = sum(len(played.raised) for played in results[0])
     assert raised < NUM_WINDOWS * len(cases) / 2  # most windows are mended
@@ -117,7 +116,7 @@ def test_with_exceptions_and_uneven_clears_every_program_is_exact_or_raises_on_a
 
 
 def test_fused_layers_are_exact_in_programs_without_exceptions():
-    results = run(play_all, 2, 2, cases_for(range(200, 206), 2, is_wild=False, is_fused=True))
+    results = play_on_ranks(2, cases_for(range(200, 206), 2, is_wild=False, is_fused=True))
     assert_exact(results)
     assert not any(played.raised for played in results[0])
 

@@ -55,7 +55,7 @@ def rewrapped(rank, shard, settings):
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ranks_rewrap_and_train_as_if_the_model_was_loaded_and_wrapped_anew(shard, overlap):
-    found = run(rewrapped, 2, shard, {"overlap_param_gather": overlap and shard != "none"})
+    found = run(rewrapped, 2, shard, {"overlap_param_gather": overlap and shard != "none"}, reuses=True)
     assert found[0][0] == found[0][1] == found[1][0] == found[1][1]
 
 
@@ -80,7 +80,7 @@ def with_gradients(rank, shard, k):
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("shard", SHARDS)
 def test_gradients_go_on_as_the_mean_over_ranks_or_are_cleared_with_a_warning(shard, k):
-    one, other = run(with_gradients, 2, shard, k)
+    one, other = run(with_gradients, 2, shard, k, reuses=True)
     assert one[3] == other[3]
     is_kept = shard == "none" and k == 1
     for norm, texts, hangs, _ in (one, other):
@@ -112,7 +112,7 @@ def refused(rank, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_what_one_rank_must_refuse_all_refuse_and_the_wrapper_before_works_on(shard):
-    found = run(refused, 2, shard)
+    found = run(refused, 2, shard, reuses=True)
     assert found[0][0] == found[0][1] == found[1][0] == found[1][1]
 
 
@@ -130,4 +130,4 @@ def wrapped_with_a_gradient(rank, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_a_gradient_that_hangs_where_ranks_wrap_is_each_ranks_own_and_is_reduced(shard):
-    assert run(wrapped_with_a_gradient, 3, shard) == [[[1.0 - (1 + 2) / 3] * 4] * 4] * 3
+    assert run(wrapped_with_a_gradient, 3, shard, reuses=True) == [[[1.0 - (1 + 2) / 3] * 4] * 4] * 3

@@ -212,7 +212,7 @@ def one_backward_over_two(rank, shard, overlap, sizes):
 
 @pytest.mark.parametrize(("shard", "overlap", "sizes"), CASES)
 def test_a_backward_over_two_wrappers_may_reach_one_of_them_on_some_ranks_only(shard, overlap, sizes):
-    assert_exact(run(one_backward_over_two, 2, shard, overlap, sizes))
+    assert_exact(run(one_backward_over_two, 2, shard, overlap, sizes, reuses=True))
 
 
 def the_reported_numbers(rank, shard):
@@ -229,7 +229,7 @@ def the_reported_numbers(rank, shard):
 @pytest.mark.parametrize("shard", SHARDS)
 def test_gradients_of_two_wrappers_are_not_exchanged(shard):
     expected = ([[1.0] * 4, [110.0] * 4] if shard == "none" else None, [-1.0] * 4, [-110.0] * 4)
-    assert run(the_reported_numbers, 2, shard) == [expected] * 2
+    assert run(the_reported_numbers, 2, shard, reuses=True) == [expected] * 2
 
 
 def two_critics(rank, world_size, shard, overlap, sizes):
@@ -248,7 +248,7 @@ def two_critics(rank, world_size, shard, overlap, sizes):
 @pytest.mark.parametrize(("shard", "overlap", "sizes"), CASES)
 @pytest.mark.parametrize("world_size", RANKS)
 def test_two_critics_in_another_order_on_each_rank(world_size, shard, overlap, sizes):
-    assert_exact(run(two_critics, world_size, world_size, shard, overlap, sizes))
+    assert_exact(run(two_critics, world_size, world_size, shard, overlap, sizes, reuses=True))
 
 
 def gan(rank, world_size, shard, overlap):
@@ -268,7 +268,7 @@ def gan(rank, world_size, shard, overlap):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("shard", SHARDS)
 def test_a_gan_trains_as_one_process(shard, overlap):
-    assert_exact(run(gan, 3, 3, shard, overlap))
+    assert_exact(run(gan, 3, 3, shard, overlap, reuses=True))
 
 
 def a_third_while_two_train(rank, shard):
@@ -284,7 +284,7 @@ def a_third_while_two_train(rank, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_a_third_wrapper_joins_at_any_time(shard):
-    assert_exact(run(a_third_while_two_train, 2, shard))
+    assert_exact(run(a_third_while_two_train, 2, shard, reuses=True))
 
 
 def another_group_of_ranks(rank, shard):
@@ -360,7 +360,7 @@ def random_programs(rank, world_size, seeds):
 @pytest.mark.parametrize("seeds", [range(0, 12), range(12, 24)], ids=str)
 @pytest.mark.parametrize("world_size", RANKS)
 def test_random_programs_over_several_wrappers_are_one_process(world_size, seeds):
-    assert_exact(run(random_programs, world_size, world_size, seeds))
+    assert_exact(run(random_programs, world_size, world_size, seeds, reuses=True))
 
 
 def wild_programs(rank, world_size, seeds):
@@ -400,7 +400,7 @@ def random_order(rng, world_size):
 
 @pytest.mark.parametrize("world_size", RANKS)
 def test_wild_programs_are_exact_or_raise_on_all_ranks(world_size):
-    results = run(wild_programs, world_size, world_size, range(10))
+    results = run(wild_programs, world_size, world_size, range(10), reuses=True)
     assert_exact([problems for problems, _ in results])
     raised = [[where[:3] for where in found] for _, found in results]
     assert all(found == raised[0] for found in raised)
@@ -434,7 +434,7 @@ def steps_in_another_order(rank, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_steps_in_another_order_on_each_rank_raise_on_all_by_name(shard):
-    for problems, texts in run(steps_in_another_order, 2, shard):
+    for problems, texts in run(steps_in_another_order, 2, shard, reuses=True):
         assert problems == []
         for text, method in zip(texts, ("step()", "step()", "clip_grad_norm_()"), strict=True):
             assert "in the same order on all of them" in text
@@ -462,7 +462,7 @@ def other_methods(rank, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_a_step_beside_any_other_method_that_all_ranks_call_raises_on_all(shard):
-    for problems, texts in run(other_methods, 2, shard):
+    for problems, texts in run(other_methods, 2, shard, reuses=True):
         assert problems == []
         for name, text in texts.items():
             assert f"rank 0 is in {name}" in text
@@ -489,7 +489,7 @@ def dropped_on_one_rank(rank, how):
 
 @pytest.mark.parametrize("how", ["drop", "unwrap"])
 def test_a_wrapper_that_one_rank_dropped_raises_on_all_where_others_go_on_with_it(how):
-    results = run(dropped_on_one_rank, 2, how)
+    results = run(dropped_on_one_rank, 2, how, reuses=True)
     for texts, _ in results:
         assert all("optimizer 0 was dropped or unwrapped on rank 1" in text for text in texts)
     assert torch.equal(results[0][1], results[1][1])
@@ -525,7 +525,7 @@ def copied_on_one_rank(rank, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_copies_communicate_when_they_are_first_used_on_all_ranks_and_never_on_some(shard):
-    for problems, text in run(copied_on_one_rank, 2, shard):
+    for problems, text in run(copied_on_one_rank, 2, shard, reuses=True):
         assert problems == []
         assert "copy of an optimizer is used for the first time, on some ranks only" in text
 
@@ -616,7 +616,7 @@ def groups_that_differ(rank, what):
     ("what", "says"), [("refused", "already has a main_grad"), ("other", "where rank 0 has extra (torch.float32, (3,)")]
 )
 def test_a_group_that_one_rank_refuses_is_added_on_none(what, says):
-    for problems, text, last in run(groups_that_differ, 2, what):
+    for problems, text, last in run(groups_that_differ, 2, what, reuses=True):
         assert problems == []
         assert says in text
         assert last == [1.0 - LR * 18.0] * 3

@@ -102,7 +102,7 @@ def play(rank, world_size, shard, seeds):
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_order_of_backward_step_clip_flush_and_clear_is_right_or_raises_on_all_ranks(shard, world_size):
-    results = run(play, world_size, world_size, shard, range(30))
+    results = run(play, world_size, world_size, shard, range(30), reuses=True)
     assert [problems for problems, _ in results] == [[]] * world_size
     assert all(raised == results[0][1] for _, raised in results)
     assert results[0][1]
@@ -119,7 +119,7 @@ def clip_where_one_rank_had_no_gradient(rank, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_a_clip_is_the_same_on_a_rank_whose_last_micro_batch_had_no_gradient(shard):
-    for problems, norm in run(clip_where_one_rank_had_no_gradient, 2, shard):
+    for problems, norm in run(clip_where_one_rank_had_no_gradient, 2, shard, reuses=True):
         assert problems == []
         assert norm == pytest.approx(1.0, rel=1e-5)
 
@@ -155,7 +155,7 @@ def flush_unevenly(rank, shard, does_step):
 @pytest.mark.parametrize("does_step", [False, True], ids=["flush and flush", "step and flush"])
 @pytest.mark.parametrize("shard", SHARDS)
 def test_ranks_that_end_a_window_with_different_numbers_of_micro_batches_all_raise(shard, does_step):
-    for texts, moved, is_cleared, after in run(flush_unevenly, 2, shard, does_step):
+    for texts, moved, is_cleared, after in run(flush_unevenly, 2, shard, does_step, reuses=True):
         assert len(texts) == 1
         assert "different micro-batches of a window" in texts[0]
         assert not moved
@@ -187,7 +187,7 @@ def clear_on_one_rank(rank, shard):
 
 @pytest.mark.parametrize("shard", ["none", "optimizer"])
 def test_a_window_that_one_rank_loses_is_lost_on_all(shard):
-    for texts, ends, after, ends_again in run(clear_on_one_rank, 2, shard):
+    for texts, ends, after, ends_again in run(clear_on_one_rank, 2, shard, reuses=True):
         assert len(texts) == 1
         assert "was cleared or replaced" in texts[0]
         assert ends
@@ -211,6 +211,6 @@ def clip_with_a_bad_limit(rank, shard, bad):
 @pytest.mark.parametrize("bad", [-1.0, "1"])
 @pytest.mark.parametrize("shard", SHARDS)
 def test_a_limit_that_one_rank_got_wrong_is_refused_by_all_before_anything_changes(shard, bad):
-    for text, after in run(clip_with_a_bad_limit, 2, shard, bad):
+    for text, after in run(clip_with_a_bad_limit, 2, shard, bad, reuses=True):
         assert "clip_grad_norm_: max_norm=" in text
         assert after == [-6.0] * 3
