@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from launcher import run
+from launcher import run, settle
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -179,6 +179,7 @@ def every_layout(rank, world_size, folder):
     cases = [("AdamW bf16", layout) for layout in LAYOUTS]  # and every kind, over the sizes in every layout
     cases += [(kind, LAYOUTS[(number + world_size) % len(LAYOUTS)]) for number, kind in enumerate(kinds)]
     for kind, layout in cases:
+        settle()
         expected = read(folder, kind, 2)
         net, optimizer = start(kind, layout)
         train(net, optimizer, range(2))
@@ -270,6 +271,7 @@ def load_checkpoint(net, optimizer, folder, route):
 
 def save_many(rank, cases, folder):
     for number, (kind, layout, route) in cases:
+        settle()
         net, optimizer = start(kind, layout)
         before = bits(net, optimizer)
         save_checkpoint(net, optimizer, folder / f"fresh{number}", route)
@@ -280,6 +282,7 @@ def save_many(rank, cases, folder):
 
 def load_many(rank, world_size, cases, folder, references):
     for number, (kind, layout, route) in cases:
+        settle()
         expected, after = read(references, kind, 2), read(references, kind, 5)
         net, optimizer = start(kind, layout, seed=7)
         net.load_state_dict(expected["model"])

@@ -17,7 +17,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import GROUP_SECONDS, at, run
+from launcher import GROUP_SECONDS, at, run, settle
 from torch import nn
 
 import fusedopt
@@ -346,6 +346,7 @@ def random_program(rng, world_size, num, shard):
 def random_programs(rank, world_size, seeds):
     problems = []
     for seed, shard in itertools.product(seeds, SHARDS):
+        settle()
         rng = random.Random(f"{seed} {shard}")
         num = rng.choice((2, 2, 3))
         several = Several(rank, world_size, shard, rng.random() < 0.7, rng.choice(list(SIZES)), num)
@@ -367,6 +368,7 @@ def wild_programs(rank, world_size, seeds):
     """Ranks differ in the number of their backwards, in clears and in the order of steps."""
     problems, raised = [], []
     for seed, shard in itertools.product(seeds, SHARDS):
+        settle()
         rng = random.Random(f"wild {seed} {shard}")
         several = Several(rank, world_size, shard, rng.random() < 0.7, rng.choice(list(SIZES)), 2)
         for window in range(4):
