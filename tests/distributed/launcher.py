@@ -336,7 +336,7 @@ def _traces() -> dict[str, Any]:
     return {
         **functions,
         **variables,
-        "the number of optimizers": sum(isinstance(thing, torch.optim.Optimizer) for thing in gc.get_objects()),
+        "the number of optimizers": sum(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects()),
         "the threads": [thread.name for thread in threading.enumerate()],
         "the warning filters": list(warnings.filters),
         "whether gradients are recorded": torch.is_grad_enabled(),

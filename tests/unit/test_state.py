@@ -1010,7 +1010,7 @@ def test_a_parameter_frozen_when_loading_resumes_bit_equal_once_unfrozen(dtypes)
         assert everything(resumed) == everything(run)
 
 
-# -- torch.distributed.checkpoint on one process; several: tests/distributed/test_checkpoints.py
+# -- torch.distributed.checkpoint on one process; several: tests/distributed/test_checkpoints_of_torch.py
 
 OPTIONS = [{}, {"full_state_dict": True}, {"cpu_offload": True}, {"flatten_optimizer_state_dict": True}]
 
