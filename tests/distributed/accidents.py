@@ -2,7 +2,7 @@
 
 import itertools
 
-from programs import (
+from tests.distributed.programs import (
     ALL,
     Backward,
     Clear,

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launcher import end_kept_ranks, run
+
+from tests.distributed.launcher import end_kept_ranks, run
 
 
 @pytest.fixture(autouse=True, scope="module")

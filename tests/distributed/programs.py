@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from launcher import at, run, settle
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedopt
+from tests.distributed.launcher import at, run, settle
 
 NUM_BLOCKS = 5
 ALL = tuple(range(NUM_BLOCKS))

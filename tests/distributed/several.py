@@ -9,10 +9,10 @@ import dataclasses
 import itertools
 
 import torch
-from launcher import at
 from torch import nn
 
 import fusedopt
+from tests.distributed.launcher import at
 
 SHARDS = ("none", "optimizer", "gradients")
 SIZES = {"equal": (40, 40, 40), "unequal": (5, 1100, 33)}

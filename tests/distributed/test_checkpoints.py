@@ -6,7 +6,14 @@ import pickle
 
 import pytest
 import torch
-from checkpoint_cases import (
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+)
+
+from fusedopt import FusedMainGradOptimizer
+from fusedopt.sharding.channel import BLOCK_NBYTES
+from tests.distributed.checkpoint_cases import (
     KINDS,
     LAYOUTS,
     Net,
@@ -21,14 +28,7 @@ from checkpoint_cases import (
     train,
     whole,
 )
-from launcher import run, settle
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-)
-
-from fusedopt import FusedMainGradOptimizer
-from fusedopt.sharding.channel import BLOCK_NBYTES
+from tests.distributed.launcher import run, settle
 
 
 def assert_is_part(part, expected, optimizer):

@@ -5,7 +5,15 @@ import pickle
 
 import pytest
 import torch
-from checkpoint_cases import (
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from fusedopt import FusedMainGradOptimizer
+from fusedopt.sharding.channel import BLOCK_NBYTES
+from tests.distributed.checkpoint_cases import (
     KINDS,
     ROUTES,
     Net,
@@ -21,15 +29,7 @@ from checkpoint_cases import (
     train,
     whole,
 )
-from launcher import run, settle
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-
-from fusedopt import FusedMainGradOptimizer
-from fusedopt.sharding.channel import BLOCK_NBYTES
+from tests.distributed.launcher import run, settle
 
 
 def save_many(rank, cases, folder):

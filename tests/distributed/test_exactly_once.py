@@ -8,8 +8,9 @@ import dataclasses
 
 import pytest
 import torch
-from accidents import END, EXACT, cases_of, window
-from programs import (
+
+from tests.distributed.accidents import END, EXACT, cases_of, window
+from tests.distributed.programs import (
     NUM_BLOCKS,
     Backward,
     assert_exact,

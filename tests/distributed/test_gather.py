@@ -12,11 +12,11 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from launcher import run
-from programs import Backward, Settings, make_net
 from torch import nn
 
 import fusedopt
+from tests.distributed.launcher import run
+from tests.distributed.programs import Backward, Settings, make_net
 
 DELAY_SECONDS = 0.1
 NAME = "blocks.1.layer.weight"

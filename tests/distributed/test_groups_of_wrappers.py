@@ -7,12 +7,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import GROUP_SECONDS, run
-from several import SHARDS, B, Several, assert_exact, raised_by
 from torch import nn
 
 import fusedopt
 from fusedopt.sharding.process_groups import timeout_of
+from tests.distributed.launcher import GROUP_SECONDS, run
+from tests.distributed.several import SHARDS, B, Several, assert_exact, raised_by
 
 # -- groups
 

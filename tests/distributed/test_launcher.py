@@ -6,11 +6,12 @@ import threading
 import time
 import warnings
 
-import launcher
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import RankError, at, run
+
+from tests.distributed import launcher
+from tests.distributed.launcher import RankError, at, run
 
 EXIT_CODE = 7
 

@@ -1,8 +1,9 @@
 """Accidents on some ranks only: each gradient is counted once, or all ranks raise and go on together."""
 
 import pytest
-from accidents import END, MENDED_OR_RAISED, B, by_rank, cases_of, last, window
-from programs import (
+
+from tests.distributed.accidents import END, MENDED_OR_RAISED, B, by_rank, cases_of, last, window
+from tests.distributed.programs import (
     Clear,
     Settings,
     Step,

@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 import torch
-from launcher import run, settle
 from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
+from tests.distributed.launcher import run, settle
 
 NUM_WINDOWS = 3  # before and after
 

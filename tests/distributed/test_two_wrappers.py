@@ -6,11 +6,11 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run, settle
-from several import CASES, RANKS, SHARDS, SIZES, B, Clear, Several, Step, assert_exact
 from torch import nn
 
 import fusedopt
+from tests.distributed.launcher import run, settle
+from tests.distributed.several import CASES, RANKS, SHARDS, SIZES, B, Clear, Several, Step, assert_exact
 
 # -- what was reported
 

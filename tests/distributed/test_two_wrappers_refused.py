@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run
-from several import LR, SHARDS, B, Several, raised_by
 from torch import nn
 
 import fusedopt
+from tests.distributed.launcher import run
+from tests.distributed.several import LR, SHARDS, B, Several, raised_by
 
 
 def steps_in_another_order(rank, shard):

@@ -6,16 +6,17 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from accidents import SHARDS, B
-from launcher import run
-from programs import (
+from torch._dynamo import compiled_autograd
+
+from tests.distributed.accidents import SHARDS, B
+from tests.distributed.launcher import run
+from tests.distributed.programs import (
     ALL,
     NUM_BLOCKS,
     InjectedError,
     Settings,
     make_net,
 )
-from torch._dynamo import compiled_autograd
 
 # -- what a hook, a hand or a failed loop sees
 

@@ -4,10 +4,10 @@ import random
 
 import pytest
 import torch
-from launcher import run, settle
 from torch import nn
 
 import fusedopt
+from tests.distributed.launcher import run, settle
 from tests.window_twin import WindowTwin
 
 SHARDS = ("none", "optimizer", "gradients")
