@@ -129,9 +129,21 @@ def settle() -> None:
     """On a rank, between cases: free what the last one left, and take what lives out of searches among all objects.
 
     Each wrapper looks for what else may hold its parameters, which costs a tenth of many tests.
+
+    Raises:
+        RuntimeError: if an optimizer lives: it would never be freed.
     """
+    if _parent is None:
+        return
     gc.collect()
+    if num := _num_optimizers():
+        raise RuntimeError(f"{num} optimizer(s) of the last case live; let it be a function, whose variables go")
     gc.freeze()
+
+
+def _num_optimizers() -> int:
+    # type(), not isinstance(), which runs code of some objects.
+    return sum(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())
 
 
 @contextlib.contextmanager
@@ -336,7 +348,7 @@ def _traces() -> dict[str, Any]:
     return {
         **functions,
         **variables,
-        "the number of optimizers": sum(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects()),
+        "the number of optimizers": _num_optimizers(),
         "the threads": [thread.name for thread in threading.enumerate()],
         "the warning filters": list(warnings.filters),
         "whether gradients are recorded": torch.is_grad_enabled(),

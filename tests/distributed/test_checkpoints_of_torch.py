@@ -34,31 +34,39 @@ from tests.distributed.launcher import run, settle
 
 def save_many(rank, cases, folder):
     for number, (kind, layout, route) in cases:
+        save_one(folder, number, kind, layout, route)
         settle()
-        net, optimizer = start(kind, layout)
-        before = bits(net, optimizer)
-        save_checkpoint(net, optimizer, folder / f"fresh{number}", route)
-        assert bits(net, optimizer) == before  # nothing moved
-        train(net, optimizer, range(2))
-        save_checkpoint(net, optimizer, folder / f"{number}", route)
+
+
+def save_one(folder, number, kind, layout, route):
+    net, optimizer = start(kind, layout)
+    before = bits(net, optimizer)
+    save_checkpoint(net, optimizer, folder / f"fresh{number}", route)
+    assert bits(net, optimizer) == before  # nothing moved
+    train(net, optimizer, range(2))
+    save_checkpoint(net, optimizer, folder / f"{number}", route)
 
 
 def load_many(rank, world_size, cases, folder, references):
     for number, (kind, layout, route) in cases:
+        load_one(folder, references, number, kind, layout, route)
         settle()
-        expected, after = read(references, kind, 2), read(references, kind, 5)
-        net, optimizer = start(kind, layout, seed=7)
-        net.load_state_dict(expected["model"])
-        asked = load_checkpoint(net, optimizer, folder / f"{number}", route)
-        assert_same(whole(optimizer), expected["optimizer"])
-        assert_reads_only_its_part(asked, optimizer)
-        train(net, optimizer, range(2, 5))
-        assert frozen(net.state_dict()) == frozen(after["model"])
-        assert_same(whole(optimizer), after["optimizer"])
-        load_checkpoint(net, optimizer, folder / f"{number}", route)  # into a running one: back in time
-        assert_same(whole(optimizer), expected["optimizer"])
-        load_checkpoint(net, optimizer, folder / f"fresh{number}", route)
-        assert all(set(state) <= {"main_param"} for state in whole(optimizer)["state"].values())
+
+
+def load_one(folder, references, number, kind, layout, route):
+    expected, after = read(references, kind, 2), read(references, kind, 5)
+    net, optimizer = start(kind, layout, seed=7)
+    net.load_state_dict(expected["model"])
+    asked = load_checkpoint(net, optimizer, folder / f"{number}", route)
+    assert_same(whole(optimizer), expected["optimizer"])
+    assert_reads_only_its_part(asked, optimizer)
+    train(net, optimizer, range(2, 5))
+    assert frozen(net.state_dict()) == frozen(after["model"])
+    assert_same(whole(optimizer), after["optimizer"])
+    load_checkpoint(net, optimizer, folder / f"{number}", route)  # into a running one: back in time
+    assert_same(whole(optimizer), expected["optimizer"])
+    load_checkpoint(net, optimizer, folder / f"fresh{number}", route)
+    assert all(set(state) <= {"main_param"} for state in whole(optimizer)["state"].values())
 
 
 def assert_reads_only_its_part(asked, optimizer):

@@ -74,26 +74,27 @@ class Job:
 def resume_each(rank, names, shard):
     """Return what differs between the run that went on and the resumed one, over all combinations."""
     differing = []
-    for name, (clip_name, clip), (dtype_name, dtype), k, is_new in itertools.product(
-        names, CLIPS.items(), DTYPES.items(), (1, 2), (True, False)
-    ):
+    for name, clip, dtype, k, is_new in itertools.product(names, CLIPS, DTYPES, (1, 2), (True, False)):
+        label = f"{name}, {clip}, {dtype}, k={k}, {'new' if is_new else 'same'}"
+        found = resume(rank, (OPTIMIZERS[name], DTYPES[dtype], CLIPS[clip], k, shard), is_new)
+        differing += [f"{label}: {what}" for what in found]
         settle()
-        settings = (OPTIMIZERS[name], dtype, clip, k, shard)
-        job = Job(*settings)
-        job.train(range(NUM_WINDOWS), rank)
-        saved = job.save()
-        job.train(range(NUM_WINDOWS, 2 * NUM_WINDOWS), rank)
-        expected = job.everything()
-        resumed = Job(*settings) if is_new else job
-        resumed.load(saved)
-        resumed.train(range(NUM_WINDOWS, 2 * NUM_WINDOWS), rank)
-        found = resumed.everything()
-        if not all(bool(torch.isfinite(value).all()) for value in expected.values()):
-            differing.append(f"{name}: not finite")
-        for key, value in expected.items():
-            if key not in found or not torch.equal(value, found[key]):
-                differing.append(f"{name}, {clip_name}, {dtype_name}, k={k}, {'new' if is_new else 'same'}: {key}")
     return differing
+
+
+def resume(rank, settings, is_new):
+    job = Job(*settings)
+    job.train(range(NUM_WINDOWS), rank)
+    saved = job.save()
+    job.train(range(NUM_WINDOWS, 2 * NUM_WINDOWS), rank)
+    expected = job.everything()
+    resumed = Job(*settings) if is_new else job
+    resumed.load(saved)
+    resumed.train(range(NUM_WINDOWS, 2 * NUM_WINDOWS), rank)
+    found = resumed.everything()
+    is_finite = all(bool(torch.isfinite(value).all()) for value in expected.values())
+    differing = [key for key in expected if key not in found or not torch.equal(expected[key], found[key])]
+    return differing if is_finite else [*differing, "not finite"]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -164,16 +164,20 @@ def random_program(rng, world_size, num, shard):
 def random_programs(rank, world_size, seeds):
     problems = []
     for seed, shard in itertools.product(seeds, SHARDS):
+        problems += [f"seed {seed}, {shard}: {text}" for text in play_random(rank, world_size, seed, shard)]
         settle()
-        rng = random.Random(f"{seed} {shard}")
-        num = rng.choice((2, 2, 3))
-        several = Several(rank, world_size, shard, rng.random() < 0.7, rng.choice(list(SIZES)), num)
-        for row in random_program(rng, world_size, num, shard):
-            several.play(row)
-        several.end_window()
-        several.plain_windows()
-        problems += [f"seed {seed}, {shard}: {text}" for text in several.problems]
     return problems
+
+
+def play_random(rank, world_size, seed, shard):
+    rng = random.Random(f"{seed} {shard}")
+    num = rng.choice((2, 2, 3))
+    several = Several(rank, world_size, shard, rng.random() < 0.7, rng.choice(list(SIZES)), num)
+    for row in random_program(rng, world_size, num, shard):
+        several.play(row)
+    several.end_window()
+    several.plain_windows()
+    return several.problems
 
 
 @pytest.mark.parametrize("seeds", [range(0, 12), range(12, 24)], ids=str)
@@ -186,29 +190,36 @@ def wild_programs(rank, world_size, seeds):
     """Ranks differ in the number of their backwards, in clears and in the order of steps."""
     problems, raised = [], []
     for seed, shard in itertools.product(seeds, SHARDS):
+        found, raises = play_wild(rank, world_size, seed, shard)
+        problems += [f"seed {seed}, {shard}: {text}" for text in found]
+        raised += [(seed, shard, *where) for where in raises]
         settle()
-        rng = random.Random(f"wild {seed} {shard}")
-        several = Several(rank, world_size, shard, rng.random() < 0.7, rng.choice(list(SIZES)), 2)
-        for window in range(4):
-            rows = [[B(random_path(rng, 2) if rng.random() < 0.8 else ()) for _ in range(world_size)] for _ in range(3)]
-            order = random_order(rng, world_size)
-            try:
-                for row in rows:
-                    several.act(row[rank])
-                    for r, event in enumerate(row):
-                        several.count(r, event)
-                    several.num_backwards += 1
-                several.act(order[rank])
-            except RuntimeError as error:
-                raised.append((seed, shard, window, str(error)))
-                several.lose()
-                break  # parameters of a wrapper that had stepped are ahead
-            for number in order[0].order:
-                several.step_one(number)
-            several.compare(order)
-            several.play([Clear((0, 1))] * world_size)
-        problems += [f"seed {seed}, {shard}: {text}" for text in several.problems]
     return problems, raised
+
+
+def play_wild(rank, world_size, seed, shard):
+    raised = []
+    rng = random.Random(f"wild {seed} {shard}")
+    several = Several(rank, world_size, shard, rng.random() < 0.7, rng.choice(list(SIZES)), 2)
+    for window in range(4):
+        rows = [[B(random_path(rng, 2) if rng.random() < 0.8 else ()) for _ in range(world_size)] for _ in range(3)]
+        order = random_order(rng, world_size)
+        try:
+            for row in rows:
+                several.act(row[rank])
+                for r, event in enumerate(row):
+                    several.count(r, event)
+                several.num_backwards += 1
+            several.act(order[rank])
+        except RuntimeError as error:
+            raised.append((window, str(error)))
+            several.lose()
+            break  # parameters of a wrapper that had stepped are ahead
+        for number in order[0].order:
+            several.step_one(number)
+        several.compare(order)
+        several.play([Clear((0, 1))] * world_size)
+    return several.problems, raised
 
 
 def random_order(rng, world_size):

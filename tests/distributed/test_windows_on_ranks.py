@@ -90,14 +90,19 @@ def random_program(seed, world_size, shard):
 def play(rank, world_size, shard, seeds):
     problems, raised = [], []
     for seed in seeds:
+        found, raises = play_one(rank, world_size, shard, seed)
+        problems += [f"seed {seed}, {text}" for text in found]
+        raised += [(seed, number) for number in raises]
         settle()
-        ranks = Ranks(rank, world_size, shard, k=2 + seed % 2)
-        program = random_program(seed, world_size, shard)
-        program += [("step",)] * 3  # what is under way at the end meets everybody
-        for number, op in enumerate(program):
-            problems += [f"seed {seed}, {text}" for text in ranks.play(number, *op)]
-        raised += [(seed, number) for number in ranks.raised]
     return problems[:8], raised
+
+
+def play_one(rank, world_size, shard, seed):
+    ranks = Ranks(rank, world_size, shard, k=2 + seed % 2)
+    program = random_program(seed, world_size, shard)
+    program += [("step",)] * 3  # what is under way at the end meets everybody
+    problems = [text for number, op in enumerate(program) for text in ranks.play(number, *op)]
+    return problems, ranks.raised
 
 
 @pytest.mark.parametrize("shard", SHARDS)
