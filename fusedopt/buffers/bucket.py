@@ -585,8 +585,8 @@ class Entry:
     def repair(self) -> None:
         """Bring what rounding took up to date with weights that were edited or loaded.
 
-        With it, weights that are 0, inf or nan now would be nan. And torch rounds ties to even: of a main_param that was
-        loaded, and lies just between two weights, the model may hold the lower one. Then it loses one digit of fp32.
+        With it, weights that are 0, inf or nan now would be nan. And torch rounds ties to even: of a main_param that
+        was loaded, and lies just between two weights, the model may hold the lower one. Then it loses one digit.
         """
         if self.low_part is None:
             return
