@@ -15,8 +15,9 @@ $(VENV)/.installed: requirements-dev.txt setup.cfg pyproject.toml
 demo: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python examples/llama/finetune.py --compare $(ARGS)
 
+# In the order of the folders: the slow files, which launch ranks, come first, and small ones fill both workers up.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The integrations on the oldest supported transformers, accelerate and PEFT, in .venv-floor.
 test-floor:

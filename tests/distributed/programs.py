@@ -15,18 +15,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from launcher import at, run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedopt
+from tests.distributed.launcher import at, run, settle
 
 NUM_BLOCKS = 5
 ALL = tuple(range(NUM_BLOCKS))
@@ -413,8 +412,7 @@ def play_all(rank: int, world_size: int, cases: Sequence[tuple[str, Settings, Pr
     results = []
     for name, settings, program in cases:
         results.append(play(rank, world_size, settings, program, name))
-        gc.collect()
-        gc.freeze()  # results and data are in the way of the wrapper's searches among all objects
+        settle()
     return results
 
 

@@ -6,12 +6,12 @@ import warnings
 
 import pytest
 import torch
-from launcher import at, run
 from torch import nn
 
 import fusedopt
 from fusedopt.integrations.accelerate import prepare
 from tests import accelerate_cases as cases
+from tests.distributed.launcher import at, run
 
 SHARDS = ("none", "optimizer", "gradients")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -1,157 +1,34 @@
-"""Claims about state under a shard: parts, the whole, torch's checkpoints; any layout into any other, bit-equal."""
+"""State under a shard: parts and the whole; any layout into any other, bit-equal."""
 
 import copy
 import itertools
-import math
 import pickle
 
 import pytest
 import torch
-from launcher import run
-from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_optimizer_state_dict,
-    set_optimizer_state_dict,
 )
 
 from fusedopt import FusedMainGradOptimizer
 from fusedopt.sharding.channel import BLOCK_NBYTES
-
-LAYOUTS = [("none", "auto"), ("optimizer", "element"), ("optimizer", "parameter"), ("gradients", "element")]
-LAYOUTS += [("gradients", "parameter")]
-
-
-class Net(nn.Module):
-    """Parameters of every kind: 4-D channels_last, tied, matrix, vector, 0-d, empty, frozen; 10k elements in all."""
-
-    def __init__(self, dtype, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.conv = nn.Conv2d(12, 20, 3, dtype=dtype).to(memory_format=torch.channels_last)
-        self.embedding = nn.Embedding(40, 50, dtype=dtype)
-        self.hidden = nn.Linear(50, 70, dtype=dtype)
-        self.head = nn.Linear(50, 40, bias=False, dtype=dtype)
-        self.head.weight = self.embedding.weight
-        self.scale = nn.Parameter(torch.tensor(1.25, dtype=dtype))
-        self.empty = nn.Parameter(torch.zeros(0, 3, dtype=dtype))
-        self.frozen = nn.Parameter(torch.randn(7, dtype=dtype), requires_grad=False)
-        self.idle = nn.Parameter(torch.randn(1030, dtype=dtype))  # never gets a gradient
-
-    def loss(self, number, names=None):
-        """Return a loss whose gradients are multiples of 12, whatever the parameters are, on every rank the same."""
-        generator = torch.Generator().manual_seed(number)
-        total = torch.zeros(())
-        for name, param in self.named_parameters():
-            target = 12.0 * torch.randint(-2, 3, param.shape, generator=generator)
-            if param.requires_grad and name != "idle" and (names is None or name in names):
-                total = total + (param.float() * target).sum()
-                if name == "embedding.weight":  # tied: a second use
-                    total = total + (self.head.weight.float() * target).sum()
-        return total
-
-
-def adamw(net):
-    return torch.optim.AdamW(net.named_parameters(), lr=0.125, weight_decay=0.25)
-
-
-def sgd(net):
-    return torch.optim.SGD(net.named_parameters(), lr=0.0625, momentum=0.5)
-
-
-def muon_and_adamw(net):
-    named = [item for item in net.named_parameters() if item[1].ndim == 2 and item[1].numel()]
-    others = [item for item in net.named_parameters() if not (item[1].ndim == 2 and item[1].numel())]
-    return [torch.optim.Muon(named, lr=0.125), torch.optim.AdamW(others, lr=0.125)]
-
-
-KINDS = {
-    "AdamW bf16": (adamw, torch.bfloat16),
-    "AdamW fp32": (adamw, torch.float32),
-    "SGD momentum bf16": (sgd, torch.bfloat16),
-    "Muon + AdamW bf16": (muon_and_adamw, torch.bfloat16),
-}
-
-
-def start(kind, layout, seed=0, **settings):
-    make, dtype = KINDS[kind]
-    net = Net(dtype, seed)
-    shard, shard_by = layout
-    if "Muon" in kind and shard_by == "element":
-        shard_by = "auto"
-    settings = {"bucket_mib": 1, "shard": shard, **settings}
-    if shard != "none":
-        settings["shard_by"] = shard_by
-    return net, FusedMainGradOptimizer(make(net), **settings)
-
-
-def train(net, optimizer, numbers, names=None):
-    for number in numbers:
-        net.loss(number, names).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def frozen(value):
-    """Return ``value`` with every tensor turned into its dtype, shape and bytes: equal means bit-equal."""
-    if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        return (str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes())
-    if isinstance(value, dict):
-        return {key: frozen(item) for key, item in value.items()}
-    return type(value)(map(frozen, value)) if type(value) in (list, tuple) else value
-
-
-def tensors_in(value):
-    if isinstance(value, torch.Tensor):
-        return [value]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
-    return [tensor for item in values for tensor in tensors_in(item)]
-
-
-def bits(net, optimizer):
-    return frozen([net.state_dict(), optimizer.state_dict()["state"]])
-
-
-def whole(optimizer, to=0):
-    """Return the whole state dict, on every rank."""
-    optimizer.consolidate_state_dict(to=to)
-    found = optimizer._comm.objects(pickle.dumps(optimizer.state_dict()))
-    return pickle.loads(found[to])
-
-
-# -- every layout to the whole and back
-
-
-def reference(rank, folder):
-    for kind in KINDS:
-        net, optimizer = start(kind, ("none", "auto"))
-        train(net, optimizer, range(2))
-        saved = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(saved, folder / f"{kind}.2.pt")
-        for tensor in tensors_in(saved):
-            assert torch.isfinite(tensor).all()
-        train(net, optimizer, range(2, 5))
-        torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{kind}.5.pt")
-
-
-@pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    """Return a folder with what one process without a shard saves after 2 and 5 steps."""
-    folder = tmp_path_factory.mktemp("references")
-    run(reference, 1, folder)
-    return folder
-
-
-def read(folder, kind, num_steps):
-    return torch.load(folder / f"{kind}.{num_steps}.pt", weights_only=True)
-
-
-def assert_same(found, expected):
-    assert frozen(found["state"]) == frozen(expected["state"])
-    assert frozen(found["param_groups"]) == frozen(expected["param_groups"])
-    assert found["fusedopt"] == expected["fusedopt"]
+from tests.distributed.checkpoint_cases import (
+    KINDS,
+    LAYOUTS,
+    Net,
+    adamw,
+    assert_same,
+    bits,
+    frozen,
+    read,
+    sgd,
+    start,
+    tensors_in,
+    train,
+    whole,
+)
+from tests.distributed.launcher import run, settle
 
 
 def assert_is_part(part, expected, optimizer):
@@ -179,6 +56,7 @@ def every_layout(rank, world_size, folder):
     cases = [("AdamW bf16", layout) for layout in LAYOUTS]  # and every kind, over the sizes in every layout
     cases += [(kind, LAYOUTS[(number + world_size) % len(LAYOUTS)]) for number, kind in enumerate(kinds)]
     for kind, layout in cases:
+        settle()
         expected = read(folder, kind, 2)
         net, optimizer = start(kind, layout)
         train(net, optimizer, range(2))
@@ -225,132 +103,6 @@ def bare(rank, world_size):
 
 def test_a_bare_optimizers_state_is_cut_and_training_goes_on_bit_equal():
     run(bare, 3, 3)
-
-
-# -- torch.distributed.checkpoint
-
-
-class CountingReader(dcp.FileSystemReader):
-    """Counts the elements that are asked of it."""
-
-    def read_data(self, plan, planner):
-        self.asked = {}
-        for item in plan.items:
-            fqn = item.dest_index.fqn
-            self.asked[fqn] = self.asked.get(fqn, 0) + math.prod(item.lengths)
-        return super().read_data(plan, planner)
-
-
-ROUTES = {
-    "optimizer itself": None,
-    "get and set": {},
-    "flattened": {"flatten_optimizer_state_dict": True},
-    "offloaded": {"cpu_offload": True},
-}
-
-
-def save_checkpoint(net, optimizer, folder, route):
-    found = optimizer
-    if ROUTES[route] is not None:
-        found = get_optimizer_state_dict(net, optimizer, options=StateDictOptions(**ROUTES[route]))
-    dcp.save({"optim": found}, checkpoint_id=folder)
-
-
-def load_checkpoint(net, optimizer, folder, route):
-    reader = CountingReader(folder)
-    if ROUTES[route] is None:
-        dcp.load({"optim": optimizer}, storage_reader=reader)
-        return reader.asked
-    options = StateDictOptions(**ROUTES[route])
-    found = {"optim": get_optimizer_state_dict(net, optimizer, options=options)}
-    dcp.load(found, storage_reader=reader)
-    set_optimizer_state_dict(net, optimizer, found["optim"], options=options)
-    return reader.asked
-
-
-def save_many(rank, cases, folder):
-    for number, (kind, layout, route) in cases:
-        net, optimizer = start(kind, layout)
-        before = bits(net, optimizer)
-        save_checkpoint(net, optimizer, folder / f"fresh{number}", route)
-        assert bits(net, optimizer) == before  # nothing moved
-        train(net, optimizer, range(2))
-        save_checkpoint(net, optimizer, folder / f"{number}", route)
-
-
-def load_many(rank, world_size, cases, folder, references):
-    for number, (kind, layout, route) in cases:
-        expected, after = read(references, kind, 2), read(references, kind, 5)
-        net, optimizer = start(kind, layout, seed=7)
-        net.load_state_dict(expected["model"])
-        asked = load_checkpoint(net, optimizer, folder / f"{number}", route)
-        assert_same(whole(optimizer), expected["optimizer"])
-        assert_reads_only_its_part(asked, optimizer)
-        train(net, optimizer, range(2, 5))
-        assert frozen(net.state_dict()) == frozen(after["model"])
-        assert_same(whole(optimizer), after["optimizer"])
-        load_checkpoint(net, optimizer, folder / f"{number}", route)  # into a running one: back in time
-        assert_same(whole(optimizer), expected["optimizer"])
-        load_checkpoint(net, optimizer, folder / f"fresh{number}", route)
-        assert all(set(state) <= {"main_param"} for state in whole(optimizer)["state"].values())
-
-
-def assert_reads_only_its_part(asked, optimizer):
-    """Check that of everything with a parameter's shape this rank read its own elements, once."""
-    numel = {"main_param": 0, "exp_avg": 0, "exp_avg_sq": 0, "momentum_buffer": 0}
-    read = {key: sum(count for fqn, count in asked.items() if fqn.endswith(f".{key}")) for key in numel}
-    owned = sum(e.part.numel for e in optimizer._buffers.entries if e.part is not None)
-    if optimizer._buffers.buckets[0].main is not None:
-        assert read["main_param"] == owned
-    assert read["exp_avg"] + read["momentum_buffer"] == owned
-    assert owned or optimizer._comm.rank > 0
-
-
-PAIRS = [
-    (2, ("optimizer", "element"), 3, ("gradients", "parameter")),
-    (3, ("gradients", "element"), 1, ("none", "auto")),
-    (1, ("none", "auto"), 2, ("optimizer", "element")),
-    (2, ("none", "auto"), 2, ("gradients", "element")),
-    (2, ("gradients", "parameter"), 4, ("optimizer", "element")),
-    (1, ("none", "auto"), 1, ("none", "auto")),
-]
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_torchs_checkpoints_load_into_any_layout_and_training_goes_on_bit_equal(pair, references, tmp_path):
-    saved_by, saved_layout, loaded_by, loaded_layout = pair
-    cases = list(enumerate(zip(KINDS, ROUTES, strict=True)))  # every kind, every route
-    if pair == PAIRS[0]:
-        cases += [(10 + number, ("AdamW bf16", route)) for number, route in enumerate(list(ROUTES)[1:])]
-    run(save_many, saved_by, [(n, (kind, saved_layout, route)) for n, (kind, route) in cases], tmp_path)
-    loads = [(n, (kind, loaded_layout, route)) for n, (kind, route) in cases]
-    run(load_many, loaded_by, loaded_by, loads, tmp_path, references)
-
-
-def load_whole_from_one_rank(rank, references):
-    for kind, is_running in zip(KINDS, [False, True, False, True], strict=True):
-        net, optimizer = start(kind, ("gradients", "parameter"))
-        train(net, optimizer, range(2))
-        saved, weights = whole(optimizer), copy.deepcopy(net.state_dict())
-        for tensor in tensors_in(saved["state"]):
-            assert tensor.is_contiguous()  # torch's broadcast would mix up a channels_last one
-        names = [name for group in saved["param_groups"] for name in group["param_names"]]
-        groups = [{**g, "params": [names[number] for number in g["params"]]} for g in saved["param_groups"]]
-        by_name = {"state": {names[n]: state for n, state in saved["state"].items()}, "param_groups": groups}
-
-        net, optimizer = start(kind, ("optimizer", "element"), seed=7)
-        train(net, optimizer, range(20, 20 + is_running))
-        net.load_state_dict(weights)
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-        set_optimizer_state_dict(net, optimizer, by_name if rank == 0 else {}, options=options)
-        train(net, optimizer, range(2, 5))
-        assert frozen(net.state_dict()) == frozen(read(references, kind, 5)["model"])
-        with pytest.raises(RuntimeError, match=r"(?s)consolidate_state_dict.*broadcast_from_rank0"):
-            get_optimizer_state_dict(net, optimizer, options=StateDictOptions(full_state_dict=True))
-
-
-def test_one_ranks_whole_state_is_broadcast_and_cut_and_whole_state_is_refused_by_name(references):
-    run(load_whole_from_one_rank, 2, references)
 
 
 # -- parts
@@ -587,37 +339,6 @@ def consolidations(rank, references):
 
 def test_consolidation_sends_every_tensor_once_to_one_rank_until_the_next_step(references):
     run(consolidations, 2, references)
-
-
-def on_a_mesh(rank, folder, references):
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    expected = read(references, "AdamW bf16", 2)
-    net = Net(torch.bfloat16)
-    optimizer = FusedMainGradOptimizer(adamw(net), device_mesh=mesh, shard="optimizer", bucket_mib=1)
-    train(net, optimizer, range(2))
-    before = optimizer._comm.nbytes.copy()
-    optimizer.consolidate_state_dict(to=2)
-    sent = (optimizer._comm.nbytes - before)["control"]
-    found = optimizer._comm.objects(pickle.dumps(optimizer.state_dict()))
-    assert_same(pickle.loads(found[2]), expected["optimizer"])
-    optimizer.load_state_dict(pickle.loads(found[2]))
-    assert_same(whole(optimizer), expected["optimizer"])
-    save_checkpoint(net, optimizer, folder, "get and set")
-    return sent
-
-
-def test_of_replicas_on_a_mesh_one_sends(references, tmp_path):
-    sent = run(on_a_mesh, 4, tmp_path, references)
-    to_agree = 2 * (2 * BLOCK_NBYTES * 3 // 4)
-    assert [nbytes - to_agree > 1000 for nbytes in sent].count(True) == 1  # rank 2 has its own part, and wants one more
-    run(load_many, 1, 1, [], tmp_path, references)
-    run(load_from_mesh, 3, tmp_path, references)
-
-
-def load_from_mesh(rank, folder, references):
-    net, optimizer = start("AdamW bf16", ("gradients", "parameter"), seed=7)
-    load_checkpoint(net, optimizer, folder, "get and set")
-    assert_same(whole(optimizer), read(references, "AdamW bf16", 2)["optimizer"])
 
 
 # -- parameters that were frozen when loading

@@ -7,7 +7,6 @@ import signal
 
 import pytest
 import torch
-from launcher import recorded_warnings, run
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fusedopt.sharding.checkpoint_parts import checkpoint_wants, extract, from_checkpoint, to_checkpoint
 from fusedopt.sharding.layout import Span
+from tests.distributed.launcher import recorded_warnings, run
 
 SHAPED = ("main_param", "exp_avg")
 

@@ -6,8 +6,11 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import at, run
-from programs import (
+from torch import nn
+
+import fusedopt
+from tests.distributed.launcher import at, run
+from tests.distributed.programs import (
     ALL,
     NUM_BLOCKS,
     Backward,
@@ -23,9 +26,6 @@ from programs import (
     play_on_ranks,
     same,
 )
-from torch import nn
-
-import fusedopt
 
 NUM_WINDOWS = 3
 SHARDS = ("none", "optimizer", "gradients")
@@ -271,7 +271,7 @@ def count_reductions_seen_in_backward(rank, settings, k):
     net = make_net(torch.float32, settings.width)
     optimizer = settings.make(net)
     seen = []
-    net.blocks[0].layer.weight.register_post_accumulate_grad_hook(
+    handle = net.blocks[0].layer.weight.register_post_accumulate_grad_hook(
         lambda _: seen.append(optimizer._comm.counts["reduce"])
     )
     started = []
@@ -283,6 +283,7 @@ def count_reductions_seen_in_backward(rank, settings, k):
                 started.append(seen[-1] - before)
             optimizer.step()
             optimizer.zero_grad()
+    handle.remove()  # it knows the optimizer, and Python's collector does not see through it
     return started, len(optimizer._buffers.buckets)
 
 

@@ -6,11 +6,11 @@ import io
 
 import pytest
 import torch
-from launcher import run
 from lion_pytorch.foreach import Lion
 from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
+from tests.distributed.launcher import run
 
 SHARDS = ("none", "optimizer", "gradients")
 

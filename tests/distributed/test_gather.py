@@ -12,11 +12,11 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from launcher import run
-from programs import Backward, Settings, make_net
 from torch import nn
 
 import fusedopt
+from tests.distributed.launcher import run
+from tests.distributed.programs import Backward, Settings, make_net
 
 DELAY_SECONDS = 0.1
 NAME = "blocks.1.layer.weight"
@@ -119,7 +119,7 @@ def touch(rank, shard, shard_by):
 @pytest.mark.parametrize("shard_by", ["element", "parameter"])
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_every_access_waits_for_parameters_that_are_on_their_way(shard, shard_by):
-    results = run(touch, 2, shard, shard_by, reuses=True)
+    results = run(touch, 2, shard, shard_by)
     assert [problems for problems, _ in results] == [[], []]
     assert results[0][1] == len(ACCESSES)
 

@@ -9,12 +9,12 @@ from random import Random
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import recorded_warnings, run
-from programs import Backward, OneProcess, Settings, make_net
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import fusedopt
+from tests.distributed.launcher import recorded_warnings, run
+from tests.distributed.programs import Backward, OneProcess, Settings, make_net
 
 SHARDS = ("none", "optimizer", "gradients")
 MAX_NORM = 100.0

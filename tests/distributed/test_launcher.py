@@ -6,11 +6,12 @@ import threading
 import time
 import warnings
 
-import launcher
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import RankError, at, run
+
+from tests.distributed import launcher
+from tests.distributed.launcher import RankError, at, run
 
 EXIT_CODE = 7
 
@@ -218,6 +219,7 @@ def test_ranks_that_are_reused_are_the_same_processes_in_a_fresh_group():
         ("thread", r"the threads .*'left'"),
         ("variable", r"\$LEFT_BY_A_TEST \(from None to 1\)"),
     ],
+    ids=["optimizer", "function", "thread", "variable"],
 )
 def test_what_a_launch_leaves_on_reused_ranks_fails_it_and_the_next_gets_new_ones(leaves, says):
     first = [pid for _, pid in run(look_around, 2, reuses=True)]

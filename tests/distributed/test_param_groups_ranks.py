@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from launcher import run
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -11,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fusedopt import FusedMainGradOptimizer
+from tests.distributed.launcher import run
 
 SHARDS = ["none", "optimizer", "gradients"]
 SHAPES = [(3, 5), (7,), (4, 4), (1,), (11,), (2, 3)]

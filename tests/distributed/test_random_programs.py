@@ -4,7 +4,8 @@ import dataclasses
 import random
 
 import pytest
-from programs import (
+
+from tests.distributed.programs import (
     NUM_BLOCKS,
     Backward,
     Clear,

@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 import torch
-from launcher import run
 from torch import nn
 
 from fusedopt import FusedMainGradOptimizer
+from tests.distributed.launcher import run, settle
 
 NUM_WINDOWS = 3  # before and after
 
@@ -77,6 +77,7 @@ def resume_each(rank, names, shard):
     for name, (clip_name, clip), (dtype_name, dtype), k, is_new in itertools.product(
         names, CLIPS.items(), DTYPES.items(), (1, 2), (True, False)
     ):
+        settle()
         settings = (OPTIMIZERS[name], dtype, clip, k, shard)
         job = Job(*settings)
         job.train(range(NUM_WINDOWS), rank)

@@ -4,10 +4,10 @@ import warnings
 
 import pytest
 import torch
-from launcher import recorded_warnings, run
 from torch import nn
 
 import fusedopt
+from tests.distributed.launcher import recorded_warnings, run
 
 SHARDS = ("none", "optimizer", "gradients")
 

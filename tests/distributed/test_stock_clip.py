@@ -7,11 +7,12 @@ import inspect
 
 import pytest
 import torch
-from launcher import run
-from programs import Backward, OneProcess, Settings, make_net
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+from tests.distributed.launcher import run
+from tests.distributed.programs import Backward, OneProcess, Settings, make_net
 
 SHARDED = ("optimizer", "gradients")
 BODIES = ("clip_grad_norm_", "clip_grad_value_", "_get_total_norm", "_clip_grads_with_norm_")

@@ -6,7 +6,6 @@ against the same model under torch alone.
 """
 
 import contextlib
-import gc
 import warnings
 from dataclasses import replace
 from unittest import mock
@@ -20,7 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fusedopt
 from fusedopt import recompute
-from tests.distributed.launcher import at, run
+from tests.distributed.launcher import at, run, settle
 from tests.distributed.llama_cases import CASES, batch, build, loss_of, split
 
 WINDOWS, MICRO_BATCHES = 3, 2
@@ -54,7 +53,6 @@ def counting(into):
 
 
 def mesh_of():
-    gc.freeze()  # transformers needs no collecting, either: half the time of making an optimizer here
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
@@ -136,12 +134,14 @@ def train_all(rank):
     results = {}
     for name, case in CASES.items():
         at(f"{name}: one process, and torch alone")
+        settle()
         reference = one_process(case)
         stock, collectives = split(build(case, torch.float64), case, mesh), []
         backward(stock, case, 0, 0, mesh, collectives)
         results[name] = (reference[0], collectives)
         for shard in SHARDS:
             at(f"{name}, {shard}")
+            settle()
             results[name, shard] = train(mesh, case, shard, reference)
     return results
 
@@ -295,9 +295,11 @@ def compare_all(rank):
     results = {}
     for name, case in CASES.items():
         at(f"{name}, bf16")
+        settle()
         grads, *results[name] = train_in_bf16(mesh, case)
         for variant in VARIANTS:
             at(f"{name}, {variant}")
+            settle()
             results[name, variant] = vary(mesh, case, variant, grads[0])
     return results
 

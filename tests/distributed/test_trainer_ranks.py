@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from launcher import at, run
 
 from fusedopt.integrations.transformers import FusedOptArguments
 from tests import trainer_cases as cases
+from tests.distributed.launcher import at, run
 
 NUM_EXAMPLES = 40  # 20 batches, ten on each rank: windows of 4, 4 and 2
 NUM_WINDOWS = 3

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from launcher import run
 from torch import nn
 
 import fusedopt
+from tests.distributed.launcher import run
 
 SHARDS = ("none", "optimizer", "gradients")
 

@@ -4,10 +4,10 @@ import random
 
 import pytest
 import torch
-from launcher import run
 from torch import nn
 
 import fusedopt
+from tests.distributed.launcher import run, settle
 from tests.window_twin import WindowTwin
 
 SHARDS = ("none", "optimizer", "gradients")
@@ -90,6 +90,7 @@ def random_program(seed, world_size, shard):
 def play(rank, world_size, shard, seeds):
     problems, raised = [], []
     for seed in seeds:
+        settle()
         ranks = Ranks(rank, world_size, shard, k=2 + seed % 2)
         program = random_program(seed, world_size, shard)
         program += [("step",)] * 3  # what is under way at the end meets everybody

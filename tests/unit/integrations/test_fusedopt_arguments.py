@@ -32,7 +32,7 @@ def resolve(content=None, folder=None, suffix="json", environ=None, **flags):
         path = folder / f"settings.{suffix}"
         path.write_text(content if isinstance(content, str) else json.dumps(content))
     arguments = FusedOptArguments(main_grad=True, main_grad_config=str(path) if path else None, **flags)
-    return arguments.resolve(OWNED, environ=environ or {})
+    return arguments.to_config(OWNED, environ=environ or {})
 
 
 def test_no_flag_has_a_name_of_training_arguments():
@@ -121,9 +121,9 @@ def test_no_clipping_has_many_spellings(tmp_path, off):
     path = tmp_path / "f.json"
     path.write_text(json.dumps({"max_grad_norm": off}))
     arguments = FusedOptArguments(main_grad=True, main_grad_config=str(path))
-    assert arguments.resolve(owned, environ={}).max_grad_norm == float("inf")
+    assert arguments.to_config(owned, environ={}).max_grad_norm == float("inf")
     with pytest.raises(ValueError, match=r"TrainingArguments has 1\.0"):
-        arguments.resolve(OWNED, environ={})
+        arguments.to_config(OWNED, environ={})
 
 
 def test_flags_go_above_the_file_and_the_file_above_the_environment(tmp_path):
@@ -158,13 +158,13 @@ def test_what_is_no_number_is_a_mismatch(tmp_path, value):
 
 def test_a_missing_file_is_said():
     with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
-        FusedOptArguments(main_grad=True, main_grad_config="nowhere.json").resolve()
+        FusedOptArguments(main_grad=True, main_grad_config="nowhere.json").to_config()
 
 
 def test_wrap_names_parameters_converts_and_undoes_nothing_half(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
     arguments = FusedOptArguments(main_grad=True, fused_linear=True)
-    wrapper = arguments.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0), arguments.resolve(OWNED, environ={}))
+    wrapper = arguments.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0), arguments.to_config(OWNED, environ={}))
     assert wrapper.param_groups[0]["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert all(type(layer) is fusedopt.FusedLinear for layer in model)
     assert wrapper.config.max_grad_norm == 1.0
@@ -173,7 +173,7 @@ def test_wrap_names_parameters_converts_and_undoes_nothing_half(tmp_path):
 def test_a_flag_without_a_layer_to_act_on_is_refused_and_nothing_is_left():
     model = nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4))
     arguments = FusedOptArguments(main_grad=True, fused_linear=True)
-    config = arguments.resolve(OWNED, environ={})
+    config = arguments.to_config(OWNED, environ={})
     with pytest.raises(ValueError, match="Sequential has no linear layer to fuse") as caught:
         arguments.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0), config)
     assert not any(hasattr(param, "main_grad") for param in model.parameters())

@@ -1,4 +1,4 @@
-"""Claims about torch.distributed.checkpoint on one process; on several: tests/distributed/test_checkpoints.py."""
+"""torch.distributed.checkpoint on one process; on several: tests/distributed/test_checkpoints_of_torch.py."""
 
 import copy
 
