@@ -45,8 +45,8 @@ from torch import Tensor
 NOISE_ROW = 1024
 """Elements that share a row of the noise."""
 
-CPU_CHUNK = 32 * 1024
-"""Elements worked on at once on a CPU: 16 bytes each stay in a core's own cache."""
+CPU_CHUNK = 256 * 1024
+"""Elements worked on at once on a CPU: they stay in its cache, and 3 microseconds of each call to torch are few."""
 
 DEVICE_CHUNK = 16 * 1024 * 1024
 """The same elsewhere, where a launch costs more than a chunk of `CPU_CHUNK`."""
@@ -90,7 +90,8 @@ def split_(main: Tensor, model: Tensor, low: Tensor) -> None:
         wide, upper, lower = main[part], model[part], low[part]
         bits, rounded = wide.view(torch.int32), scratch[: wide.numel()]
         lower.copy_(bits)  # the lower half: a cast to fewer bits keeps these
-        upper.copy_(torch.sub(bits, lower, out=rounded).view(torch.float32))
+        rounded.copy_(lower)  # and not in the subtraction: mixed dtypes take longer there
+        upper.copy_(torch.sub(bits, rounded, out=rounded).view(torch.float32))
         if not _is_ordinary(wide):
             upper.masked_fill_(wide.isnan(), math.nan)
 
@@ -112,8 +113,7 @@ def split24_(
     model: Tensor,
     low: Tensor,
     *,
-    seed: int | None = None,
-    step: int | Tensor = 0,
+    noise: Noise | None = None,
     first: int = 0,
 ) -> None:
     """Cut ``main``, rounded to 24 bits, into a weight and a remainder of 8 bits.
@@ -127,19 +127,17 @@ def split24_(
         main: float32. Read.
         model: bfloat16. Written.
         low: int8. Written: ``bits(main) = (bits(model) << 16) + (low << 8)``.
-        seed: of the noise; None for rounding to nearest.
-        step: see `narrow_bf16_`.
-        first: see `narrow_bf16_`.
+        noise: None for rounding to nearest.
+        first: number of the first element, as `Noise` counts.
     """
     scratch = _scratch(main)
-    noise = None if seed is None else Noise(seed, step, first, main.numel(), main.device)
     for part in _chunks(main):
         wide, upper, lower = main[part], model[part], low[part]
         bits, rounded = wide.view(torch.int32), scratch[: wide.numel()]
         if noise is None:
             rounded.fill_(0x80)
         else:
-            noise.fill_(rounded, part.start)
+            noise.fill_(rounded, first + part.start)
             torch.bitwise_right_shift(rounded, 8, out=rounded)
         is_ordinary = _is_ordinary(wide)
         if not is_ordinary:
@@ -179,7 +177,7 @@ def repair_(model: Tensor, low: Tensor) -> None:
         low[part].masked_fill_((magnitude == 0).logical_or_(magnitude >= 0x7F80), 0)
 
 
-def narrow_bf16_(wide: Tensor, narrow: Tensor, *, seed: int, step: int | Tensor, first: int) -> None:
+def narrow_bf16_(wide: Tensor, narrow: Tensor, *, noise: Noise, first: int) -> None:
     """Round to bf16 stochastically: up or down so that the mean over noise is ``wide`` itself, exactly.
 
     An exponential average by nearest rounding freezes: with a decay of 0.999 its increments are below half a bf16 step, 2**-9.
@@ -188,16 +186,14 @@ def narrow_bf16_(wide: Tensor, narrow: Tensor, *, seed: int, step: int | Tensor,
     Args:
         wide: float32. Read.
         narrow: bfloat16. Written. Back again is ``wide.copy_(narrow)``.
-        seed: any; two states of one optimizer have their own, or their errors are the same.
-        step: the count of steps, below 2**32; a 0-d tensor, of any dtype that holds it exactly, is not read back to the host.
-        first: number of the first element, of all that share seed and step. Rows repeat after 2**42.
+        noise: of a range that holds these elements; another step has another.
+        first: number of the first element, as `Noise` counts.
     """
     scratch = _scratch(wide)
-    noise = Noise(seed, step, first, wide.numel(), wide.device)
     for part in _chunks(wide):
         source, target = wide[part], narrow[part]
         bits, rounded = source.view(torch.int32), scratch[: source.numel()]
-        noise.fill_(rounded, part.start)
+        noise.fill_(rounded, first + part.start)
         is_ordinary = _is_ordinary(source)
         if not is_ordinary:
             _limit_(rounded, bits)
@@ -209,37 +205,46 @@ def narrow_bf16_(wide: Tensor, narrow: Tensor, *, seed: int, step: int | Tensor,
 class Noise:
     """16 uniform bits for each element of a range; the top of this file says which.
 
+    Tables are made here, 8 bytes for 1024 elements; so make it for a bucket, and cut the bucket into calls.
+
     Args:
-        seed: any integer, of which 64 bits count.
-        step: see `narrow_bf16_`.
-        first: number of the range's first element.
+        seed: any integer, of which 64 bits count; two states of one optimizer have their own, or their errors are alike.
+        step: the count of steps, below 2**32; a 0-d tensor, of any dtype that holds it exactly, is not read back from a
+            device.
+        first: number of the range's first element, of all elements that share seed and step. Rows repeat after 2**42.
         numel: of the range.
         device: of the noise, and of ``step`` where that is a tensor on a device.
     """
 
     def __init__(self, seed: int, step: int | Tensor, first: int, numel: int, device: torch.device) -> None:
-        rows = torch.arange(first // NOISE_ROW, -(-(first + numel) // NOISE_ROW), device=device)
+        self._first_row = first // NOISE_ROW
+        rows = torch.arange(self._first_row, -(-(first + numel) // NOISE_ROW), device=device).bitwise_and_(_WORD)
         columns = torch.arange(NOISE_ROW // 2, device=device)
-        base = _mix(_mix(seed & _WORD) ^ (seed >> 32 & _WORD))
-        key = _mix(base ^ (int(step) if not isinstance(step, Tensor) or step.is_cpu else step.to(torch.int64)))
+        count = step.to(torch.int64) if isinstance(step, Tensor) and not step.is_cpu else int(step) & _WORD
+        key = _mix(_mix(_mix(seed & _WORD) ^ (seed >> 32 & _WORD)) ^ count)
         keys = [_mix(key ^ number) for number in (1, 2, 3)]
-        hashed = _mix(torch.cat([(rows & _WORD) ^ keys[0], (rows & _WORD) ^ keys[1], columns ^ keys[2]])).to(torch.int32)
+        hashed = _mix(torch.cat([rows ^ keys[0], rows ^ keys[1], columns ^ keys[2]])).to(torch.int32)
         added, multiplied, self._columns = hashed.split([rows.numel(), rows.numel(), columns.numel()])
-        self._added, self._multiplied = added[:, None], multiplied.bitwise_or_(1)[:, None]
-        self._offset = first % NOISE_ROW  # of the range's first element in its row
+        self._added, self._multiplied = added[:, None], multiplied.bitwise_or(1)[:, None]
 
-    def fill_(self, out: Tensor, start: int) -> None:
-        """Write the noise of ``out.numel()`` elements, 0 to 65535, from element ``start`` of the range on.
+    def fill_(self, out: Tensor, first: int) -> None:
+        """Write the noise of ``out.numel()`` elements, 0 to 65535, from element number ``first`` on.
 
         Args:
-            out: int32 or float32, 1-D.
-            start: counted from the range's first element.
+            out: int32 or float32, 1-D, contiguous. Written.
+            first: in the range.
+
+        Raises:
+            ValueError: where elements are outside the range.
         """
-        begin, end = self._offset + start, self._offset + start + out.numel()
-        rows = slice(begin // NOISE_ROW, -(-end // NOISE_ROW))
+        begin, end = first - self._first_row * NOISE_ROW, first + out.numel() - self._first_row * NOISE_ROW
+        if begin < 0 or end > self._added.numel() * NOISE_ROW:
+            raise ValueError(f"noise for elements {first} to {first + out.numel()}, outside the range it was made for")
+        row = begin // NOISE_ROW
+        rows = slice(row, -(-end // NOISE_ROW))
         words = torch.bitwise_xor(self._added[rows], self._columns).mul_(self._multiplied[rows])
-        begin -= rows.start * NOISE_ROW
-        out.copy_(words.view(torch.uint16).view(-1)[begin : begin + out.numel()])
+        halves = words.view(torch.uint16).view(-1)
+        out.copy_(halves[begin - row * NOISE_ROW : end - row * NOISE_ROW])
 
 
 def _mix(word: Any) -> Any:
@@ -265,11 +270,17 @@ def _is_ordinary(wide: Tensor) -> bool:
     return -_LARGEST_BF16 <= float(lowest) and float(highest) <= _LARGEST_BF16
 
 
+def chunk_numel(flat: Tensor) -> int:
+    """Return how many elements are worked on at once, on the device of ``flat``."""
+    return CPU_CHUNK if flat.is_cpu else DEVICE_CHUNK
+
+
 def _chunks(flat: Tensor) -> Iterator[slice]:
-    size = CPU_CHUNK if flat.is_cpu else DEVICE_CHUNK
+    """Yield the chunks of ``flat``."""
+    size = chunk_numel(flat)
     return (slice(start, min(start + size, flat.numel())) for start in range(0, flat.numel(), size))
 
 
 def _scratch(flat: Tensor) -> Tensor:
-    size = CPU_CHUNK if flat.is_cpu else DEVICE_CHUNK
-    return torch.empty(min(size, flat.numel()), dtype=torch.int32, device=flat.device)
+    """Return int32 scratch for the largest chunk of ``flat``."""
+    return torch.empty(min(chunk_numel(flat), flat.numel()), dtype=torch.int32, device=flat.device)
