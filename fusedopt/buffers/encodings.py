@@ -13,24 +13,25 @@ what               bytes           what is kept of fp32
 `narrow_bf16_`     2               8 bits of significand, rounded stochastically: right in the mean
 =================  ==============  ===========================================================================
 
-**Halves of a main_param.** The weight is main_param rounded to bf16, *ties away from zero*, and ``low`` is what is left:
-``bits(main) = (bits(weight) << 16) + low``, with ``low`` signed, in int32 arithmetic. It differs from torch's own cast
-(ties to even) at exact ties alone, one value in 65536: with ties to even, a remainder of half a step could have either sign, which
-would take a seventeenth bit. A main_param of 3.396e38 (0x7F7F8000) and more has weight inf, as torch's cast gives, and
-keeps every bit all the same. A nan stays one, in the weight and joined, though not always with its payload. (A GPU's nan,
-0x7FFFFFFF, would overflow into a weight of -0.)
+**Halves of a main_param.** The weight is main_param rounded to bf16, *ties away from zero*, and ``low`` is what is
+left: ``bits(main) = (bits(weight) << 16) + low``, with ``low`` signed, in int32 arithmetic. It differs from torch's own
+cast (ties to even) at every other exact tie, one value in 131072: with ties to even, a remainder of half a step could have
+either sign, which would take a seventeenth bit. A main_param of 3.396e38 (0x7F7F8000) and more has weight inf, as
+torch's cast gives, and keeps every bit all the same. A nan stays one, in the weight and joined, though not always with
+its payload. (A GPU's nan, 0x7FFFFFFF, would overflow into a weight of -0.)
 
 **Edits from outside.** Adding ``low`` to the bits of a finite, nonzero weight w moves it by at most half the distance
 to its neighbours, in units of its own binade; the join rounds back to w. So ``low`` may stay where a weight was edited,
 but where the new weight is 0, inf or nan: 0 with a negative ``low`` joins to nan. `repair_` clears these.
 
-**Noise.** ``word(row, j) = (A_row ^ C_j) * M_row mod 2**32`` for rows of 1024 elements; its lower and upper half are the
-16 bits of elements 2j and 2j + 1. ``A``, ``M`` (odd) and ``C`` are 32-bit hashes ("lowbias32" of C. Wellons, 2018,
+**Noise.** ``word(row, j) = (A_row ^ C_j) * M_row mod 2**32`` for rows of 1024 elements; its lower and upper half are
+the 16 bits of elements 2j and 2j + 1. ``A``, ``M`` (odd) and ``C`` are 32-bit hashes ("lowbias32" of C. Wellons, 2018,
 https://nullprogram.com/blog/2018/07/31/) of row or column, seed and step. Why that is enough: with ``A`` uniform a word
 is uniform, whatever ``M`` and ``C`` are; words of two rows are independent, as ``A`` is; words of two columns are, as
 ``C`` is; another step has other tables. The same two columns in all rows are related by ``M_row`` alone: without it
-the errors of a matrix would be a matrix of rank one, which an optimizer that orthogonalizes would see. Lanes 0 to 7 of a lower half
-stay related so; they decide a rounding in one case of 256. It costs a tenth of a full hash of each element.
+the errors of a matrix would be a matrix of rank one, which an optimizer that orthogonalizes would see. Lanes 0 to 7 of
+a lower half stay related so; they decide a rounding in one case of 256. It costs a tenth of a full hash of each
+element.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ _LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 def why_not_split(dtype: torch.dtype) -> str | None:
     """Return why a main_param of parameters of ``dtype`` cannot be held in halves; None where it can.
 
-    float16 keeps 11 bits and 16 more would do for any value of its normal range. Below it (6.1e-5) they do not: more than
-    2**30 fp32 values round to a float16 of 0, and 16 bits tell 2**16 apart; 0.5 % of the elements of a weight of
+    float16 keeps 11 bits and 16 more would do for any value of its normal range. Below it (6.1e-5) they do not: more
+    than 2**30 fp32 values round to a float16 of 0, and 16 bits tell 2**16 apart; 0.5 % of the elements of a weight of
     deviation 0.01 are that small. Held as multiples of 2**-40 these would be off by up to 2**-41, so nothing exact
     can be promised.
     """
@@ -118,10 +119,11 @@ def split24_(
 ) -> None:
     """Cut ``main``, rounded to 24 bits, into a weight and a remainder of 8 bits.
 
-    What is stored has 1 + 15 bits of significand, so a step of 2**-15 of the power of two below: to nearest it is off by
-    at most half of one, relative 2**-16 (below 2**-126, where fp32 itself has fewer bits, absolute 2**-142); stochastically
-    by less than one, 2**-15, and by nothing in the mean. Values that 24 bits hold stay. Finite stays finite, inf and nan stay.
-    The weight is what is stored, to nearest: within 0.5 + 2**-9 of a bf16 step of ``main`` itself, or 0.5 + 2**-8 stochastically.
+    What is stored has 1 + 15 bits of significand, so a step of 2**-15 of the power of two below: to nearest it is off
+    by at most half of one, relative 2**-16 (below 2**-126, where fp32 itself has fewer bits, absolute 2**-142);
+    stochastically by less than one, 2**-15, and by nothing in the mean. Values that 24 bits hold stay. Finite stays
+    finite, inf and nan stay. The weight is what is stored, to nearest: within 0.5 + 2**-9 of a bf16 step of ``main``
+    itself, or 0.5 + 2**-8 stochastically.
 
     Args:
         main: float32. Read.
@@ -165,8 +167,8 @@ def join24_(model: Tensor, low: Tensor, main: Tensor) -> None:
 def repair_(model: Tensor, low: Tensor) -> None:
     """Clear what is left of the old value where weights were edited from outside to 0 (of either sign), inf or nan.
 
-    Then a join gives nan and inf where the weight has them, and nowhere else; other elements keep ``low``. Without an edit
-    it changes main_params that round to 0 or inf: below 2**-134, to 0, and from 3.396e38, to inf.
+    Then a join gives nan and inf where the weight has them, and nowhere else; other elements keep ``low``. Without an
+    edit it changes main_params that round to 0 or inf: below 2**-134, to 0, and from 3.396e38, to inf.
 
     Args:
         model: bfloat16. Read.
@@ -180,8 +182,8 @@ def repair_(model: Tensor, low: Tensor) -> None:
 def narrow_bf16_(wide: Tensor, narrow: Tensor, *, noise: Noise, first: int) -> None:
     """Round to bf16 stochastically: up or down so that the mean over noise is ``wide`` itself, exactly.
 
-    An exponential average by nearest rounding freezes: with a decay of 0.999 its increments are below half a bf16 step, 2**-9.
-    Values that bf16 holds stay; nan and inf stay; what is above the largest bf16 becomes that, and not inf.
+    An exponential average by nearest rounding freezes: with a decay of 0.999 its increments are below half a bf16 step,
+    2**-9. Values that bf16 holds stay; nan and inf stay; what is above the largest bf16 becomes that, and not inf.
 
     Args:
         wide: float32. Read.
@@ -208,7 +210,8 @@ class Noise:
     Tables are made here, 8 bytes for 1024 elements; so make it for a bucket, and cut the bucket into calls.
 
     Args:
-        seed: any integer, of which 64 bits count; two states of one optimizer have their own, or their errors are alike.
+        seed: any integer, of which 64 bits count; two states of one optimizer have their own, or their errors are
+            alike.
         step: the count of steps, below 2**32; a 0-d tensor, of any dtype that holds it exactly, is not read back from a
             device.
         first: number of the range's first element, of all elements that share seed and step. Rows repeat after 2**42.
@@ -267,7 +270,7 @@ def _is_ordinary(wide: Tensor) -> bool:
     if not wide.is_cpu:
         return False
     lowest, highest = torch.aminmax(wide)
-    return -_LARGEST_BF16 <= float(lowest) and float(highest) <= _LARGEST_BF16
+    return float(lowest) >= -_LARGEST_BF16 and float(highest) <= _LARGEST_BF16
 
 
 def chunk_numel(flat: Tensor) -> int:

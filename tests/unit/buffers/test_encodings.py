@@ -1,4 +1,4 @@
-"""Claims about the halves of fp32 values, and about bf16 by stochastic rounding. Noise has a fixed seed: no test is random."""
+"""Claims about the halves of fp32 values, and about bf16 by stochastic rounding. Noise has a fixed seed."""
 
 import pytest
 import torch
@@ -213,8 +213,10 @@ def averaged(narrow_, steps=4000, numel=4096, beta=0.999):
 
 
 def test_an_exponential_average_does_not_freeze():
-    """Its errors are a first-order process: independent, each at most a step of 2**-7 with variance at most p (1 - p)
-    of that, p = increment / step, so below increment * step = 0.75e-3 * 2**-7; times 1 / (1 - beta**2) = 500 of memory."""
+    """With a memory of 1 / (1 - beta**2) = 500 steps its variance is at most 500 times that of one rounding.
+
+    One goes up by a step of 2**-7 or less with a chance p = increment / step: p (1 - p) step**2 < 0.75e-3 * 2**-7.
+    """
     ratio, deviation = averaged(lambda wide, step: narrow(wide, step=step))
     largest = (0.75e-3 * 2**-7 * 500) ** 0.5
     assert deviation < largest

@@ -41,7 +41,8 @@ def all_codes(is_signed):
     codes = torch.arange(-127, 129).clamp(max=127).to(torch.int8) if is_signed else torch.arange(256).to(torch.uint8)
     smallest = SMALLEST_SIGNED if is_signed else SMALLEST_UNSIGNED
     generator = torch.Generator().manual_seed(0)
-    scales = torch.rand(4096, generator=generator).add(1) * 2.0 ** torch.randint(-110, 127, (4096,), generator=generator)
+    exponents = torch.randint(-110, 127, (4096,), generator=generator)
+    scales = (torch.rand(4096, generator=generator) + 1) * 2.0**exponents
     edges = torch.tensor([smallest, torch.finfo(torch.float32).max, 1.0, 2.0**-126])
     scales = torch.cat([scales, edges]).clamp(min=smallest)
     return codes.repeat(scales.numel()), scales
@@ -96,7 +97,7 @@ def test_to_nearest_each_code_is_off_by_its_bound(is_signed):
 @NOISY
 def test_a_positive_second_moment_never_becomes_zero(noisy):
     positive = 2.0 ** torch.arange(-149, 128, dtype=torch.float64)
-    wide = torch.stack([positive.float(), torch.zeros(277)], 1).view(-1)  # by 256: denormals, then normal, beside 2**127
+    wide = torch.stack([positive.float(), torch.zeros(277)], 1).view(-1)
     wide[:256:4] = 2.0**20
     assert (wide[::2] > 0).all()
     codes, scales = encode(wide, False, noise_for(wide) if noisy else None)
@@ -117,13 +118,15 @@ def test_blocks_of_zeros_stay_zero(is_signed, noisy):
     assert torch.equal(bits(decode(codes, scales)), bits(torch.zeros(600)))
 
 
-@SIGNED
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("is_signed", "bad"), [(True, INF), (True, -INF), (True, NAN), (False, INF), (False, NAN), (False, -1e-30)]
+)
 @NOISY
-@pytest.mark.parametrize("bad", [float("inf"), float("nan"), float("-inf"), -1e-30])
 @pytest.mark.parametrize("where", [0, 255, 777])
 def test_what_cannot_be_held_makes_its_whole_block_nan_and_no_other(is_signed, noisy, bad, where):
-    if is_signed and bad == -1e-30:
-        return  # an ordinary value
     wide = torch.rand(800, generator=torch.Generator().manual_seed(3))
     wide[where] = bad
     codes, scales = encode(wide, is_signed, noise_for(wide) if noisy else None)
@@ -160,7 +163,7 @@ def test_the_last_block_may_be_short(is_signed, numel):
 
 
 @SIGNED
-@pytest.mark.parametrize("code", [0, 1, 2, 10, 60, 126])
+@pytest.mark.parametrize("code", [1, 2, 10, 60, 126])
 @pytest.mark.parametrize("between", [0.01, 0.3, 0.5, 0.9])
 def test_with_noise_the_mean_is_the_value(is_signed, code, between):
     """The margin moves the chance of either by at most 2**-13."""
@@ -170,9 +173,6 @@ def test_with_noise_the_mean_is_the_value(is_signed, code, between):
     wide[::BLOCK] = 1.0  # the scale
     codes, _ = encode(wide, is_signed, noise_for(wide, seed=code))
     inner = codes.view(-1, BLOCK)[:, 1:].reshape(-1)
-    if code == 0 and not is_signed:
-        assert (inner == 1).all()  # never to zero
-        return
     assert ((inner == code) | (inner == code + 1)).all()
     share = (inner == code + 1).double().mean().item()
     assert abs(share - between) < SIGMAS * (between * (1 - between) / inner.numel()) ** 0.5 + 2.0**-13
@@ -226,7 +226,8 @@ def fp32():
 def test_second_moments_with_noise_are_those_of_fp32_in_the_middle(kind, margin, fp32):
     """An element's deviation is about sqrt(2 / code), 0.2 at code 50 (bf16: 0.06), the median's over 1024 a 25th of it.
 
-    The loss goes with the root of the second moments; margins are three to five times what was measured, see int8.py."""
+    The loss goes with the root of the second moments. Margins are three to five times what int8.py says.
+    """
     loss, second = regression(kind, seed=0)
     ratio = second / fp32[1]
     assert torch.isfinite(ratio).all()
