@@ -15,8 +15,8 @@ what               bytes           what is kept of fp32
 
 **Halves of a main_param.** The weight is main_param rounded to bf16, *ties away from zero*, and ``low`` is what is
 left: ``bits(main) = (bits(weight) << 16) + low``, with ``low`` signed, in int32 arithmetic. It differs from torch's own
-cast (ties to even) at every other exact tie, one value in 131072: with ties to even, a remainder of half a step could have
-either sign, which would take a seventeenth bit. A main_param of 3.396e38 (0x7F7F8000) and more has weight inf, as
+cast (ties to even) at every other exact tie, one value in 131072: with ties to even, a remainder of half a step could
+have either sign, which takes a seventeenth bit. A main_param of 3.396e38 (0x7F7F8000) and more has weight inf, as
 torch's cast gives, and keeps every bit all the same. A nan stays one, in the weight and joined, though not always with
 its payload. (A GPU's nan, 0x7FFFFFFF, would overflow into a weight of -0.)
 

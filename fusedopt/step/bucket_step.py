@@ -79,8 +79,8 @@ def _refuse_hooks(inner: InnerOptimizers) -> None:
         hooks = [*pre_hooks.values(), *post_hooks.values()]
         if any(not isinstance(hook, StepGuard) for hook in hooks):
             raise RuntimeError(
-                f"a step hook of the inner {type(opt).__name__} would run once for each piece of a step that goes bucket "
-                'by bucket (main_param="split"), on main_params that are not all there. Register it on the '
+                f"a step hook of the inner {type(opt).__name__} would run once for each piece of a step that goes "
+                'bucket by bucket (main_param="split"), on main_params that are not all there. Register it on the '
                 "FusedMainGradOptimizer, or take it off"
             )
 

@@ -5,6 +5,9 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fusedopt
 from tests.distributed.launcher import run
@@ -108,3 +111,44 @@ def test_a_whole_resumes_in_any_layout(saved_as, loaded_as, tmp_path):
     for key, value in expected.items():
         assert torch.isfinite(value).all()
         assert torch.equal(value, got[key]), key
+
+
+def under_an_engine(rank, engine):
+    """Return main_params of this rank, by how they are held."""
+    found = {}
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "parts"))
+    for main_param in ("float32", "split"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 8)).bfloat16()
+        if engine == "FSDP2":
+            fully_shard(net[0], mesh=mesh["parts"])
+            fully_shard(net, mesh=mesh["parts"])
+        else:
+            parallelize_module(net, mesh["parts"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        inner = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        more = {} if engine == "FSDP2" else {"device_mesh": mesh["replicas"]}
+        optimizer = fusedopt.FusedMainGradOptimizer(inner, main_param=main_param, max_grad_norm=1.0, **more)
+        for step in range(4):
+            inputs = torch.randn(6, 24, generator=torch.Generator().manual_seed(step)).bfloat16()
+            net(inputs).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = optimizer.state_dict()["state"]
+        found[main_param] = {number: local_parts(values["main_param"]) for number, values in state.items()}
+    return found
+
+
+def local_parts(value):
+    tensors = [value] if torch.is_tensor(value) else list(value.values())
+    return [(tensor.to_local() if hasattr(tensor, "to_local") else tensor).clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize("engine", ["FSDP2", "tensor parallel"])
+def test_under_torchs_engines_they_have_these_bits_too(engine):
+    for found in run(under_an_engine, 2, engine):
+        assert found["float32"].keys() == found["split"].keys()
+        for number, values in found["float32"].items():
+            for one, other in zip(values, found["split"][number], strict=True):
+                assert torch.isfinite(one).all()
+                # Steps go by the model's weights, which differ where main_params are just between two: none here is.
+                assert torch.equal(one, other), number

@@ -1,4 +1,4 @@
-"""main_params held as the weight and 16 more bits: every bit as where they are held whole, at 2 bytes a parameter less."""
+"""main_params held as the weight and 16 more bits: every bit as where they are whole, at 2 bytes a parameter less."""
 
 import copy
 import math
