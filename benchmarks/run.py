@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import backward, fused_linear, memory, optimizer_phase
+from benchmarks import backward, encodings, fused_linear, memory, optimizer_phase
 from benchmarks.models import FULL, TINY, Shape
 from benchmarks.timing import Claim, Result
 
@@ -24,6 +24,7 @@ BENCHES = {
     "optimizer_phase": optimizer_phase.run,
     "backward": backward.run,
     "fused_linear": fused_linear.run,
+    "encodings": encodings.run,
 }
 RESULTS = Path(__file__).resolve().parent / "results"
 MIN_REPEATS = 9  # what a median that is reported rests on, at least
@@ -75,7 +76,7 @@ def write(rows: Sequence[dict[str, Any]], directory: Path, name: str) -> Path:
 
 def print_table(claims: Sequence[Claim]) -> None:
     """Print one line per claim: what, target, reached by wall clock, and by CPU time where that was taken."""
-    width = max(len(claim.what) for claim in claims)
+    width = max((len(claim.what) for claim in claims), default=0)
     print(f"\n{'':{width}}    target   reached  CPU time")
     for claim in claims:
         sign = "<=" if claim.is_upper_bound else ">="

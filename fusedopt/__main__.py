@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from fusedopt import backends
 from fusedopt.config import MainGradConfig
-from fusedopt.planner import Cost, cost, full_buckets
+from fusedopt.planner import MAIN_PARAM_NBYTES, Cost, cost, full_buckets
 
 MIB_NUMEL = 2**20 // 4
 """fp32 elements in a MiB."""
@@ -69,6 +69,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--params", type=_count, required=True, help="trainable parameters of the whole model: 8e9, 8B, 1_234_567")
     add("--model-dtype", choices=MODEL_NBYTES, default="bf16", help="default: bf16")
+    add("--main-param", choices=MAIN_PARAM_NBYTES, default="float32", help="how main_params are held; default: whole")
     add("--optimizer-state-bytes", type=_whole(0), default=8, metavar="N", help="for each parameter: 8 (Adam), 4, 0")
     add("--ranks", type=_whole(1), default=1, metavar="W", help="data-parallel ranks; default 1")
     add("--shard", choices=SHARDS, help="what they share; default: a row for each")
@@ -105,6 +106,8 @@ def _check_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error(f"--shard {args.shard} with --fsdp: FSDP2 shards by itself, and fusedopt refuses to; drop --shard")
     if args.fsdp and args.ranks > 1:
         parser.error("--fsdp counts all data-parallel ranks; drop --ranks, or plan without it")
+    if args.main_param != "float32" and args.model_dtype not in ("bf16", "bfloat16"):
+        parser.error(f"--main-param {args.main_param} with --model-dtype {args.model_dtype}: only bf16 can be split")
     if args.bucket_mib > 4096:
         parser.error(f"--bucket-mib {args.bucket_mib}: a bucket has at most 4096 MiB")
 
@@ -155,6 +158,7 @@ def _cost(args: argparse.Namespace, numel: int, shard: str, num_ranks: int) -> C
         shard=shard,
         world_size=num_ranks,
         num_micro_batches=args.micro_batches,
+        main_param=args.main_param,
     )
 
 

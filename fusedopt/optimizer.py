@@ -55,6 +55,7 @@ from fusedopt.sharding.comm import DataParallelGroup
 from fusedopt.sharding.replicas import start_alike
 from fusedopt.state.persistence import Persistence
 from fusedopt.state.view import StateView
+from fusedopt.step.bucket_step import refuse_narrow, step_by_bucket
 from fusedopt.step.closures import Closures
 from fusedopt.step.fused_step import step_fused
 
@@ -118,6 +119,7 @@ class FusedMainGradOptimizer(Optimizer):
             inner_optimizers = InnerOptimizers(optimizers)
             is_sharded = config.shard != "none" and comm.num_shards > 1
             refuse_unsupported(config, requires_closure=inner_optimizers.requires_closure, is_sharded=is_sharded)
+            refuse_narrow(config.main_param, all_named(optimizers), optimizers)
             held = check_all_parameters(optimizers, is_sharded=is_sharded, rewrap=rewrap)
             refuse_hidden(optimizers)
             for wrapper in held:
@@ -125,7 +127,7 @@ class FusedMainGradOptimizer(Optimizer):
             is_fsdp = check_engines(all_named(optimizers), config.shard)
             _check_backend(config.backend, all_named(optimizers))
             shard_by = ShardBy(inner_optimizers, config.shard_by)
-            shard_by.check(is_sharded=is_sharded)
+            shard_by.check(is_sharded=is_sharded, is_narrow=config.main_param != "float32")
         comm = DataParallelGroup.alone(norm_group) if is_fsdp else comm
         settings = {**dataclasses.asdict(config), "shard_by": shard_by.decided or config.shard_by}
         start_alike(comm, all_named(optimizers), settings, broadcast=config.broadcast_params)
@@ -146,7 +148,7 @@ class FusedMainGradOptimizer(Optimizer):
         self.config = config
         self._comm = comm
         self._inner = inner
-        self._buffers = Buffers(config.backend, config.bucket_mib * MIB_NUMEL, sharding)
+        self._buffers = Buffers(config.backend, config.bucket_mib * MIB_NUMEL, sharding, config.main_param)
         self._window = window = Window(config.gradient_accumulation_steps)
         self._reducer = Reducer(
             comm,
@@ -381,6 +383,9 @@ class FusedMainGradOptimizer(Optimizer):
     def _step_inner(self, scaling: Scaling) -> list[Entry]:
         """Step the inner optimizers on main_params; return the entries whose model parameters were written as well."""
         grad_scale, found_inf = scaling
+        if self._buffers.is_narrow:
+            with _profiled("fusedopt.step"):
+                return step_by_bucket(self._inner, self._buffers, grad_scale, found_inf)
         written: list[Entry] = []
         instead = None
         if self._buffers.has_fused_step:

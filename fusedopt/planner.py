@@ -15,6 +15,9 @@ from fusedopt.sharding.layout import BucketPlan, ParamSpec, Span, intersect, pla
 MAIN_NBYTES = 4
 """Of one fp32 element: main_grad, main_param."""
 
+MAIN_PARAM_NBYTES = {"float32": 4, "split": 2}
+"""Of a main_param's element beside the model's, by the setting ``main_param``."""
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -60,6 +63,7 @@ def cost(
     world_size: int = 1,
     rank: int = 0,
     num_micro_batches: int = 1,
+    main_param: str = "float32",
 ) -> Cost:
     """Return what a wrapper over ``specs`` costs on ``rank``.
 
@@ -73,6 +77,7 @@ def cost(
         world_size: ranks that share the buckets.
         rank: of them.
         num_micro_batches: backwards in a window.
+        main_param: ``"float32"`` or ``"split"``; fp32 and fp16 models cannot be split.
 
     The wire: with W ranks an all-reduce of n bytes sends 2 (W-1)/W n from each rank, a reduce-scatter or an
     all-gather (W-1)/W n, which are the lower bounds (Chan et al., Collective communication, 2007).
@@ -86,7 +91,7 @@ def cost(
     return Cost(
         model=model_nbytes * sum(spec.numel for spec in specs),
         main_grad=MAIN_NBYTES * (part if shard == "gradients" else whole),
-        main_param=MAIN_NBYTES * part if model_nbytes < MAIN_NBYTES else 0,
+        main_param=MAIN_PARAM_NBYTES[main_param] * part if model_nbytes < MAIN_NBYTES else 0,
         state=state_nbytes * owned,
         num_reduces=len(buckets) * num_reduces if world_size > 1 else 0,
         num_gathers=len(buckets) if is_sharded else 0,

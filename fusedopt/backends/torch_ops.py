@@ -105,7 +105,7 @@ def zero_(tensors: Sequence[Tensor]) -> None:
         foreach_zero_(list(tensors))
 
 
-def take_over_(main_param: Tensor, param: Tensor) -> None:
+def take_over_(main_param: Tensor, param: Tensor, *, may_be_split: bool = False) -> None:
     """Let edits of ``param`` reach ``main_param``, element by element.
 
     An element of ``param`` that still has the bits of the rounded ``main_param`` was not edited, and
@@ -114,8 +114,14 @@ def take_over_(main_param: Tensor, param: Tensor) -> None:
     Args:
         main_param: float32, ``[*shape]``. Written.
         param: bfloat16 or float16, ``[*shape]``. Read.
+        may_be_split: a main_param that lies just between two values of bfloat16 may have been rounded away from zero,
+            too, as where it was held in halves.
     """
     unchanged = main_param.to(param.dtype).view(torch.int16) == param.view(torch.int16)
+    if may_be_split and param.dtype is torch.bfloat16:
+        bits = main_param.view(torch.int32)
+        away = (bits + 0x8000) >> 16
+        unchanged |= ((bits & 0xFFFF) == 0x8000) & (away.to(torch.int16) == param.view(torch.int16))
     main_param.copy_(torch.where(unchanged, main_param, param.to(main_param.dtype)))
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ from torch.utils.dlpack import from_dlpack
 
 from fusedopt._torch_private import local_tensor
 from fusedopt.backends import torch_ops
+from fusedopt.buffers import encodings
 from fusedopt.buffers.main_grad import (
     MAIN_DTYPES,
     OUR_ATTRIBUTES,
@@ -74,6 +76,9 @@ _FOLLOW: dict[Holds | Place, tuple[Holds | Place, ...]] = {
     Place.BACK: (Place.HERE,),
 }
 """What may come next."""
+
+
+_LARGEST_LOW = torch.iinfo(torch.int16).max
 
 
 @dataclass(frozen=True)
@@ -116,13 +121,16 @@ class Bucket:
         like: a parameter of the bucket; gives dtype and device.
         sharding: which part of it this rank updates.
         backend: a `Backend`; does the work on its tensors.
+        main_param: as in `MainGradConfig`.
 
     Attributes:
         is_lending: whether whole main_grads exist only while gradients arrive (``shard="gradients"``).
         grad: main_grad of the whole bucket, fp32 (fp64 for fp64), ``[numel]``; under ``"gradients"`` only while lent.
         grad_part: what this rank updates with; a view of ``grad``, except under ``"gradients"``, where it is a tensor
             of its own.
-        main: main_params of this rank's part, where the model is bf16 or fp16.
+        is_rounded: whether the model holds fewer digits than main_params.
+        main: main_params of this rank's part, where the model is rounded and they are held whole.
+        low: what rounding took from them, int16, where they are held as the model and this; see `encodings`.
         model: model parameters of the whole bucket, under a shard.
         domain: over which ranks its elements lie, beside data-parallel ones (DTensor parameters); else None.
         has_unsent: whether a gradient arrived that was not sent to other ranks yet.
@@ -130,7 +138,14 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, group: int, plan: layout.BucketPlan, like: Tensor, sharding: Sharding, backend: Any
+        self,
+        index: int,
+        group: int,
+        plan: layout.BucketPlan,
+        like: Tensor,
+        sharding: Sharding,
+        backend: Any,
+        main_param: str = "float32",
     ) -> None:
         self.index = index
         self.group = group
@@ -148,7 +163,10 @@ class Bucket:
         else:
             self.grad = self.zeros(plan.numel)
             self.grad_part = self.grad[self.span.start : self.span.end]
-        self.main = self.zeros(self.span.numel) if self.dtype is not like.dtype else None
+        self.is_rounded = self.dtype is not like.dtype
+        is_split = main_param != "float32" and self.is_rounded
+        self.main = self.zeros(self.span.numel) if self.is_rounded and not is_split else None
+        self.low = torch.zeros(self.span.numel, dtype=torch.int16, device=like.device) if is_split else None
         self.model = torch.zeros(plan.numel, dtype=like.dtype, device=like.device) if sharding.is_sharded else None
         self.has_unsent = False
         self.holds = Holds.NOTHING if self.is_lending else Holds.SUM
@@ -202,7 +220,7 @@ class Bucket:
     def release(self) -> None:
         """Let go of all memory at once, whoever still holds the bucket; it and its entries hold each other."""
         self.entries.clear()
-        self.grad = self.main = self.model = None
+        self.grad = self.main = self.model = self.low = None
         self.grad_part = self.zeros(0)
 
     def nbytes(self) -> dict[str, int]:
@@ -210,7 +228,7 @@ class Bucket:
         grad = self.grad_part.nbytes if self.is_lending else 0
         return {
             "main_grad": grad + (self.grad.nbytes if self.grad is not None else 0),
-            "main_param": self.main.nbytes if self.main is not None else 0,
+            "main_param": sum(held.nbytes for held in (self.main, self.low) if held is not None),
         }
 
 
@@ -422,7 +440,8 @@ class Entry:
         part: elements of the parameter, in memory order, that this rank updates; None where another rank does.
         main_param: fp32 (fp64 for fp64): the parameter itself, where that is not rounded and whole; else of its own:
             the parameter's shape, or 1-D where a shard cuts through; None where ``part`` is. Of a DTensor: of its local
-            part, and a plain tensor.
+            part, and a plain tensor. Where it is split, it has values between `widen` and `narrow` only, and a nan,
+            which cannot be written, for all of them elsewhere; `main_value` tells what they are.
         grad_part, model_part: gradient and model value of the same elements, in the shape of main_param.
     """
 
@@ -431,6 +450,8 @@ class Entry:
         "bucket",
         "grad_part",
         "is_loaded",
+        "loaded_ties",
+        "low_part",
         "main_param",
         "main_version",
         "model_part",
@@ -458,6 +479,8 @@ class Entry:
         self.is_loaded = False
         self.main_param: nn.Parameter | None = None
         self.grad_part: Tensor | None = None
+        self.low_part: Tensor | None = None
+        self.loaded_ties: tuple[Tensor, Tensor] | None = None  # places, and the lower of the two weights
         self.model_part = dtensor.local_of(param)
         self._make_parts()
         self.mark_synced()
@@ -475,6 +498,9 @@ class Entry:
             self.model_part = self._part_of(model, 0)
         if bucket.main is not None:
             self.main_param = _main_param(self._part_of(bucket.main, bucket.span.start), self.model_part, self.param)
+        elif bucket.low is not None:
+            self.low_part = self._part_of(bucket.low, bucket.span.start)
+            self.main_param = _main_param(_nans_like(self.low_part, bucket.dtype), None, self.param)
         elif model is not None or dtensor.is_dtensor(self.param):
             self.main_param = _main_param(self.model_part, None, self.param)
         else:
@@ -525,7 +551,66 @@ class Entry:
     @property
     def is_rounded(self) -> bool:
         """Whether main_param holds more digits than the model's value (the parameter is bf16 or fp16)."""
-        return self.main_param is not None and self.bucket.main is not None
+        return self.main_param is not None and self.bucket.is_rounded
+
+    @property
+    def is_split(self) -> bool:
+        """Whether main_param is held as the model's value and what rounding took from it."""
+        return self.low_part is not None
+
+    def widen(self, scratch: Tensor) -> None:
+        """Give a split main_param its values, in ``scratch``: fp32, ``[numel]`` of this rank's part. For one step."""
+        low = self.low_part
+        if low is None or self.main_param is None:
+            return
+        self.main_param.data = scratch.as_strided(low.shape, low.stride())
+        self._join(scratch)
+
+    def _join(self, wide: Tensor) -> None:
+        if self.low_part is None:
+            return
+        model, low = self._flat_model(), _flat(self.low_part)
+        encodings.join_(model, low, wide)
+        if not bool(torch.isfinite(wide).all()):  # edited to 0 through `.data`, for one: what is left would make it nan
+            encodings.repair_(model, low)
+            encodings.join_(model, low, wide)
+
+    def narrow(self) -> None:
+        """Round a main_param that was widened into the model, and keep what that takes from it."""
+        if self.low_part is None or self.main_param is None:
+            return
+        self._split(_flat(self.main_param.detach()))
+        self.main_param.data = _nans_like(self.low_part, self.bucket.dtype)
+
+    def repair(self) -> None:
+        """Bring what rounding took up to date with weights that were edited or loaded.
+
+        With it, weights that are 0, inf or nan now would be nan. And torch rounds ties to even: of a main_param that
+        was loaded, and lies just between two weights, the model may hold the lower one. Then it loses one digit.
+        """
+        if self.low_part is None:
+            return
+        model, low = self._flat_model(), _flat(self.low_part)
+        encodings.repair_(model, low)
+        if self.loaded_ties is not None:
+            places, lower = self.loaded_ties
+            low[places] = torch.where(model[places].view(torch.int16) == lower, _LARGEST_LOW, low[places])
+            self.loaded_ties = None
+
+    def _split(self, wide: Tensor) -> None:
+        if self.low_part is None:
+            return
+        model = self._flat_model()
+        encodings.split_(wide, model, _flat(self.low_part))
+        if model.data_ptr() != self.model_part.data_ptr():
+            self.model_part.copy_(_shaped(model, self.low_part))
+
+    def _flat_model(self) -> Tensor:
+        """Return the model's values in memory order of main_param: its memory, or a copy where it has gaps."""
+        model, low = self.model_part.detach(), self.low_part
+        if low is not None and model.stride() != low.stride():
+            model = torch.empty_strided(low.shape, low.stride(), dtype=model.dtype, device=model.device).copy_(model)
+        return _flat(model)
 
     @property
     def cut(self) -> Cut:
@@ -543,18 +628,43 @@ class Entry:
 
         So whoever saves sees the weights as they are, and weights that were swapped in for a while cost no digits.
         """
-        if self.main_param is None or not self.is_rounded or not self.was_edited_outside():
+        if self.main_param is None or not self.is_rounded:
             return self.main_param
         if self.bucket.model is not None and self.was_moved():
             self.move_into(self.bucket.model)
+        if self.low_part is not None:
+            return self.main_value()
+        if not self.was_edited_outside():
+            return self.main_param
         value = self.main_param.detach().clone(memory_format=torch.preserve_format)
-        torch_ops.take_over_(value, self.model_part)
+        torch_ops.take_over_(value, self.model_part, may_be_split=self.is_loaded)
+        return value
+
+    def main_value(self) -> Tensor | None:
+        """Return the values of main_param: itself, or a copy where it is split; None where another rank has it."""
+        if self.low_part is None or self.main_param is None:
+            return self.main_param.detach() if self.main_param is not None else None
+        low = self.low_part
+        value = torch.empty_strided(low.shape, low.stride(), dtype=self.bucket.dtype, device=low.device)
+        self._join(_flat(value))
+        if self.loaded_ties is not None:
+            places, lower = self.loaded_ties
+            flat, is_lower = _flat(value).view(torch.int32), self._flat_model()[places].view(torch.int16) == lower
+            flat[places] = torch.where(is_lower, (lower.to(torch.int32) << 16) + _LARGEST_LOW, flat[places])
         return value
 
     @torch.no_grad()
     def load_main_param(self, value: Tensor) -> None:
         """Fill main_param; where the model parameter differs, the next `Buffers.take_over` sees it."""
-        if self.main_param is not None:
+        if self.low_part is not None:
+            low = self.low_part
+            wide = torch.empty_strided(low.shape, low.stride(), dtype=self.bucket.dtype, device=low.device).copy_(value)
+            flat = _flat(wide)
+            encodings.split_(flat, torch.empty_like(flat, dtype=self.param.dtype), _flat(low))
+            bits = flat.view(torch.int32)
+            ties = ((bits & 0xFFFF) == 0x8000).nonzero().view(-1)
+            self.loaded_ties = (ties, (bits[ties] >> 16).to(torch.int16)) if ties.numel() else None
+        elif self.main_param is not None:
             self.main_param.copy_(value)
         self.forget_agreement()
 
@@ -588,7 +698,7 @@ class Entry:
         if self.bucket.model is not None:  # its flat memory would live as long as any parameter of the bucket
             dtensor.rebind(param, dtensor.local_of(param.data).clone(memory_format=torch.preserve_format))
         self.slot.release()
-        self.main_param = self.grad_part = None
+        self.main_param = self.grad_part = self.low_part = None
         self.model_part = dtensor.local_of(param)
 
     @property
@@ -604,6 +714,20 @@ class Entry:
     def was_edited_outside(self) -> bool:
         """Return whether the model parameter was written or rebound since the last `mark_synced`."""
         return self.param._version != self.seen_version or self.was_moved()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the memory of ``tensor``, which has no gaps, in its order."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    return flat.as_strided(like.shape, like.stride())
+
+
+def _nans_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of the shape of ``tensor`` that takes no memory: whoever reads it sees, whoever writes fails."""
+    return torch.full((), math.nan, dtype=dtype, device=tensor.device).expand(tensor.shape)
 
 
 def _holds_gradient(held: Tensor, grad: Tensor | None) -> bool:

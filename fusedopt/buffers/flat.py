@@ -32,10 +32,14 @@ class Buffers:
         backend: a value of `MainGradConfig.backend`: who does the work on the tensors.
         bucket_numel: elements; see `plan_buckets`.
         sharding: how buckets are split over ranks.
+        main_param: as in `MainGradConfig`.
     """
 
-    def __init__(self, backend: str, bucket_numel: int, sharding: Sharding | None = None) -> None:
+    def __init__(
+        self, backend: str, bucket_numel: int, sharding: Sharding | None = None, main_param: str = "float32"
+    ) -> None:
         self._backend = backend
+        self._main_param = main_param
         self._bucket_numel = bucket_numel
         self.sharding = sharding or Sharding()
         self.buckets: list[Bucket] = []
@@ -71,7 +75,7 @@ class Buffers:
         for plan in plan_buckets(specs, self._bucket_numel, self.sharding.num_shards, shard_by):
             like = named_params[plan.placements[0].index][1]
             backend = backends[like.dtype, like.device]
-            bucket = Bucket(len(self.buckets), group, plan, like, self.sharding, backend)
+            bucket = Bucket(len(self.buckets), group, plan, like, self.sharding, backend, self._main_param)
             self.buckets.append(bucket)
             self.has_fused_step = self.has_fused_step or backend.fused_step_ is not None
             for placement in plan.placements:
@@ -142,6 +146,11 @@ class Buffers:
         """Return the entries whose gradients are shares still, see `Slot.is_share`."""
         return [e for e in self.entries if e.slot.is_share and e.has_grad]
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether main_params have their values during a step only, bucket by bucket."""
+        return self._main_param != "float32"
+
     def buckets_by_backend(self) -> list[tuple[Backend, list[Bucket]]]:
         """Return all buckets, those that the same functions work on together."""
         return _by_backend((bucket.backend, bucket) for bucket in self.buckets)
@@ -195,9 +204,11 @@ class Buffers:
                 self._sample = None
                 if entry.bucket.model is not None:
                     entry.move_into(entry.bucket.model)
-            if entry.is_rounded and entry.main_param is not None:
-                torch_ops.take_over_(entry.main_param, entry.model_part)
-            if entry.bucket.main is not None or entry.bucket.model is not None:
+            if entry.low_part is not None:  # the model's value is the upper half: nothing to compare
+                entry.repair()
+            elif entry.is_rounded and entry.main_param is not None:
+                torch_ops.take_over_(entry.main_param, entry.model_part, may_be_split=entry.is_loaded)
+            if entry.bucket.is_rounded or entry.bucket.model is not None:
                 entry.mark_synced()
 
     def _refuse_late(self) -> None:
@@ -226,7 +237,8 @@ class Buffers:
         return any(not (entries[number].was_stepped or entries[number].is_loaded) for number in found)
 
     def _draw(self) -> tuple[Sample, list[Entry]]:
-        rounded = [(e, e.main_param) for e in self.entries if e.is_rounded and e.main_param is not None]
+        whole = (e for e in self.entries if e.is_rounded and not e.is_split)
+        rounded = [(e, e.main_param) for e in whole if e.main_param is not None]
         models = [dtensor.local_of(e.model_part) for e, _ in rounded]
         self._sample = Sample(models, [main for _, main in rounded]), [e for e, _ in rounded]
         return self._sample

@@ -229,6 +229,43 @@ class InnerOptimizers:
                     entry.main_param.grad = None
         return next((result for result in results if result is not None), None)
 
+    def step_some(
+        self, index: int, entries: Sequence[Entry], *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> None:
+        """Step the inner optimizer of outer group ``index`` on main_params of that group, as if it had no others.
+
+        Args:
+            index: of the group.
+            entries: of it; may be none.
+            grad_scale: as in `step`.
+            found_inf: as in `step`.
+        """
+        listed = self.listed[index]
+        optimizer, group = listed.optimizer, listed.group
+        groups, members = list(optimizer.param_groups), list(group["params"])
+        optimizer.param_groups[:] = [group]
+        stand_in: AbstractContextManager[None] = contextlib.nullcontext()
+        if entries:
+            group["params"][:] = [entry.main_param for entry in entries]
+        elif listed.is_shared and listed.params and not self.held[self.number_of(index)]:
+            stand_in = self._stand_ins.during(optimizer, [(group, listed.params[0])], takes_closure=False)
+        try:
+            attach_gradients(entries)
+            with (
+                stand_in,
+                global_step_hooks_muted(),
+                self._opened(),
+                _attributes(optimizer, grad_scale=grad_scale, found_inf=found_inf),
+            ):
+                optimizer.step()
+            collect_gradients(entries)
+        finally:
+            optimizer.param_groups[:] = groups
+            group["params"][:] = members
+            for entry in entries:
+                if entry.main_param is not None and entry.main_param is not entry.param:
+                    entry.main_param.grad = None
+
     def _standing_in(self, number: int) -> AbstractContextManager[None]:
         """See `StandIns`; a copy of an optimizer that holds others would step these."""
         optimizer = self.optimizers[number]

@@ -71,6 +71,52 @@ class Snapshot:
         vars(optimizer).update(self._counters)
 
 
+class Counters:
+    """What an inner optimizer counts in its groups and in itself, where one step is made of several calls.
+
+    Args:
+        optimizer: an inner one; as it is before the step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = list(optimizer.param_groups)
+        self._before = [_hyper_parameters(group) for group in self._groups], _counters(optimizer)
+        self._after = self._before
+
+    def rewind(self) -> None:
+        """Put back what was before the step, and note what calls since then made of it."""
+        self._note()
+        self._set(*self._before)
+
+    def finish(self) -> None:
+        """Put in place what the step made of it."""
+        self._note()
+        self._set(*self._after)
+
+    def _note(self) -> None:
+        before, counters = self._before
+        groups = [_hyper_parameters(group) for group in self._groups]
+        kept, kept_counters = self._after
+        now = _counters(self._optimizer)
+        self._after = (
+            [
+                known if is_alike(_is_same, new, old) else new
+                for new, old, known in zip(groups, before, kept, strict=True)
+            ],
+            kept_counters if is_alike(_is_same, now, counters) else now,
+        )
+
+    def _set(self, groups: Sequence[dict[str, Any]], counters: dict[str, Any]) -> None:
+        for group, values in zip(self._groups, groups, strict=True):
+            group.update({name: load_into(group.get(name), value, other=_same) for name, value in values.items()})
+        vars(self._optimizer).update(counters)
+
+
+def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: load_into(None, value, other=_same) for key, value in group.items() if key != "params"}
+
+
 def _counters(optimizer: Optimizer) -> dict[str, Any]:
     return {key: value for key, value in vars(optimizer).items() if type(value) in _SCALARS}
 

@@ -107,7 +107,7 @@ class StateDicts:
         entry = self._entries.get(id(param))
         if entry is None:
             return self._inner.set_aside.get(id(param))
-        return entry.main_param.detach() if entry.main_param is not None and entry.is_rounded else None
+        return entry.main_value() if entry.is_rounded else None
 
     @torch.no_grad()
     def set_main_params(self, values: Sequence[Tensor | None]) -> None:
@@ -116,12 +116,14 @@ class StateDicts:
         A parameter that is frozen has no main_param yet; its value is set aside until it is unfrozen.
         """
         for param, value in zip(self._params, values, strict=True):
-            current = self._main_param(param)
             if value is None:
                 continue
-            if current is not None:
-                current.copy_(value)
-            elif id(param) not in self._entries:
+            entry = self._entries.get(id(param))
+            if entry is not None and entry.is_rounded:
+                entry.load_main_param(value)
+            elif id(param) in self._inner.set_aside:
+                self._inner.set_aside[id(param)].copy_(value)
+            elif entry is None:
                 self._inner.set_aside[id(param)] = value.to(param.device, copy=True)
 
     def cut(self, index: int) -> Cut:
@@ -386,8 +388,9 @@ class StateDicts:
             own: dict[str, Any] = take(dict(saved), cut)
         except ValueError as error:
             raise ValueError(f"the state dict does not fit parameter {self._name(index)}: {error}") from None
-        own_main_param = self._main_param(param)
-        if is_ours and own_main_param is not None and "main_param" not in own:
+        entry = self._entries.get(id(param))
+        has_main_param = entry.is_rounded if entry is not None else id(param) in self._inner.set_aside
+        if is_ours and has_main_param and "main_param" not in own:
             raise ValueError(f"the state dict has no main_param for parameter {self._name(index)}; it is incomplete")
         here = self._inner.main_of(param)
         # Other classes give these names to state of other shapes, too (low-rank moments, growing histories).

@@ -62,6 +62,7 @@ def test_the_readme_shows_the_diff_on_its_first_screen():
         ("docs/custom-layers.md", 3, ""),
         ("docs/checkpoint.md", 5, ""),
         ("docs/zero.md", 1, ""),
+        ("docs/memory.md", 1, "16.0"),
         ("docs/backends.md", 1, "who runs it"),
         ("docs/huggingface.md", 6, "0 steps skipped"),
         ("docs/moving-from.md", 6, "linear layer(s) converted"),

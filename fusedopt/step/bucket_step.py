@@ -1,0 +1,136 @@
+"""Step inner optimizers bucket by bucket, where main_params are held in fewer bytes than they have in a step.
+
+    ... -> clip -> [widen -> inner step -> narrow] -> gather
+
+A bucket's main_params are widened into scratch, the inner optimizer steps on these alone, and they are narrowed again,
+by which the model is written, too. Only scratch for one piece of a bucket exists at any time. Inner optimizers whose
+parameters decide about each other are refused at construction, by trying.
+
+What an optimizer counts in its groups, or in itself, it counts once a step: each piece finds the values from before the
+step, and those that the last one leaves stay.
+
+Knows nothing of ranks, windows or where gradients come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fusedopt._torch_private import step_hooks
+from fusedopt.buffers.bucket import Bucket, Entry
+from fusedopt.buffers.encodings import why_not_split
+from fusedopt.buffers.flat import Buffers
+from fusedopt.inner.hooks import StepGuard
+from fusedopt.inner.optimizers import InnerOptimizers
+from fusedopt.inner.rollback import Counters
+from fusedopt.inner.signatures import takes_closure
+
+PIECE_NUMEL = 2**20
+"""Elements that are widened at once, a larger parameter apart: 4 MiB of fp32, which a CPU's cache takes."""
+
+
+def step_by_bucket(
+    inner: InnerOptimizers, buffers: Buffers, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+) -> list[Entry]:
+    """Step the inner optimizers on all main_params that have a gradient.
+
+    Args:
+        inner: the wrapped optimizers.
+        buffers: gradients, main_params and models.
+        grad_scale: as in `InnerOptimizers.step`.
+        found_inf: as in `InnerOptimizers.step`.
+
+    Returns:
+        The entries whose model parameters were written.
+    """
+    _refuse_hooks(inner)
+    inner.consolidated = None
+    buffers.is_stepping = True
+    pieces: list[tuple[int, list[Entry]]] = [
+        (bucket.group, piece) for bucket in buffers.buckets for piece in _pieces_of(bucket)
+    ]
+    stepped = {group for group, _ in pieces}
+    pieces += [(group, []) for group in range(inner.num_groups) if group not in stepped]
+    counters = {id(opt): Counters(opt) for opt in inner.optimizers}
+    scratch: dict[torch.device, Tensor] = {}
+    written: list[Entry] = []
+    for group, entries in pieces:
+        counters[id(inner.optimizer_of(group))].rewind()
+        split = [entry for entry in entries if entry.is_split]
+        _widen(split, scratch)
+        try:
+            inner.step_some(group, entries, grad_scale=grad_scale, found_inf=found_inf)
+        finally:
+            for entry in split:
+                entry.narrow()
+        written += split
+    for counted in counters.values():
+        counted.finish()
+    return written
+
+
+def _refuse_hooks(inner: InnerOptimizers) -> None:
+    for opt in inner.optimizers:
+        pre_hooks, post_hooks = step_hooks(opt)
+        hooks = [*pre_hooks.values(), *post_hooks.values()]
+        if any(not isinstance(hook, StepGuard) for hook in hooks):
+            raise RuntimeError(
+                f"a step hook of the inner {type(opt).__name__} would run once for each piece of a step that goes "
+                'bucket by bucket (main_param="split"), on main_params that are not all there. Register it on the '
+                "FusedMainGradOptimizer, or take it off"
+            )
+
+
+def _pieces_of(bucket: Bucket) -> Iterator[list[Entry]]:
+    piece: list[Entry] = []
+    numel = 0
+    for entry in bucket.entries:
+        if entry.main_param is None or not entry.has_grad:
+            continue
+        if piece and numel + entry.main_param.numel() > PIECE_NUMEL:
+            yield piece
+            piece, numel = [], 0
+        piece.append(entry)
+        numel += entry.main_param.numel()
+    if piece:
+        yield piece
+
+
+def _widen(entries: list[Entry], scratch: dict[torch.device, Tensor]) -> None:
+    sizes = [entry.main_param.numel() if entry.main_param is not None else 0 for entry in entries]
+    if not entries:
+        return
+    device, dtype = entries[0].bucket.device, entries[0].bucket.dtype
+    if device not in scratch or scratch[device].numel() < sum(sizes):
+        scratch[device] = torch.empty(sum(sizes), dtype=dtype, device=device)
+    for entry, wide in zip(entries, torch.split(scratch[device][: sum(sizes)], sizes), strict=True):
+        entry.widen(wide)
+
+
+def refuse_narrow(main_param: str, named: Sequence[tuple[str, Tensor]], optimizers: Sequence[Optimizer]) -> None:
+    """Refuse what a step that goes bucket by bucket cannot do; see `MainGradConfig.main_param`.
+
+    Raises:
+        ValueError: naming the field, and the parameter or the inner optimizer.
+    """
+    if main_param == "float32":
+        return
+    for name, param in named:
+        if param.dtype is torch.float16 and param.requires_grad:
+            raise ValueError(f'main_param="{main_param}" with parameter {name}: {why_not_split(param.dtype)}')
+    for opt in optimizers:
+        name = type(opt).__name__
+        if takes_closure(type(opt)):
+            raise ValueError(
+                f'main_param="{main_param}" with {name}, whose step() may evaluate its closure in between: all '
+                'main_params would have to exist at once. Use main_param="float32"'
+            )
+        if any(callable(getattr(opt, method, None)) for method in ("train", "eval")):
+            raise ValueError(
+                f'main_param="{main_param}" with {name}, whose train() and eval() write all main_params at once. '
+                'Use main_param="float32"'
+            )
