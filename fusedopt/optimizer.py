@@ -274,6 +274,13 @@ class FusedMainGradOptimizer(Optimizer):
         """
         self._check_usable(closure)
         if closure is not None and self._window.is_last and self._inner.evaluates:
+            if self._buffers.is_narrow:
+                names = ", ".join(type(opt).__name__ for opt in self._inner.optimizers)
+                raise RuntimeError(
+                    f'step(closure) with main_param="{self.config.main_param}": {names} may evaluate it when it has '
+                    "moved some weights, and main_params exist bucket by bucket. Compute gradients before, and call "
+                    'optimizer.step(); or use main_param="float32"'
+                )
             return self._step_by_closure(closure)
         loss = _evaluate(closure)
         if self._window.is_last:

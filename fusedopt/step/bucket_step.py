@@ -24,10 +24,11 @@ from fusedopt._torch_private import step_hooks
 from fusedopt.buffers.bucket import Bucket, Entry
 from fusedopt.buffers.encodings import why_not_split
 from fusedopt.buffers.flat import Buffers
+from fusedopt.checks import hidden_optimizers
 from fusedopt.inner.hooks import StepGuard
 from fusedopt.inner.optimizers import InnerOptimizers
 from fusedopt.inner.rollback import Counters
-from fusedopt.inner.signatures import takes_closure
+from fusedopt.inner.signatures import requires_closure
 
 PIECE_NUMEL = 2**20
 """Elements that are widened at once, a larger parameter apart: 4 MiB of fp32, which a CPU's cache takes."""
@@ -123,14 +124,18 @@ def refuse_narrow(main_param: str, named: Sequence[tuple[str, Tensor]], optimize
         if param.dtype is torch.float16 and param.requires_grad:
             raise ValueError(f'main_param="{main_param}" with parameter {name}: {why_not_split(param.dtype)}')
     for opt in optimizers:
-        name = type(opt).__name__
-        if takes_closure(type(opt)):
+        why = _why_all_at_once(opt)
+        if why is not None:
             raise ValueError(
-                f'main_param="{main_param}" with {name}, whose step() may evaluate its closure in between: all '
-                'main_params would have to exist at once. Use main_param="float32"'
+                f'main_param="{main_param}" with {type(opt).__name__}, {why}: all main_params would have to exist at '
+                'once. Use main_param="float32"'
             )
-        if any(callable(getattr(opt, method, None)) for method in ("train", "eval")):
-            raise ValueError(
-                f'main_param="{main_param}" with {name}, whose train() and eval() write all main_params at once. '
-                'Use main_param="float32"'
-            )
+
+
+def _why_all_at_once(optimizer: Optimizer) -> str | None:
+    if requires_closure(type(optimizer)):
+        return "whose step() evaluates its closure in between"
+    if any(callable(getattr(optimizer, method, None)) for method in ("train", "eval")):
+        return "whose train() and eval() write all main_params"
+    held = [type(other).__name__ for other in hidden_optimizers(optimizer).values()]
+    return f"which steps a {held[0]} that it holds" if held else None

@@ -45,7 +45,9 @@ TABLE = {
     "gradients": Room(("_torch_private", "sharding", "backends", "buffers", "checks"), ("torch",)),
     "reduction": Room(("_torch_private", "sharding", "backends", "buffers", "gradients"), ("torch",)),
     "inner": Room(("_torch_private", "nested", "sharding", "buffers", "checks"), ("torch", "numpy")),
-    "step": Room(("_torch_private", "sharding", "backends", "buffers", "gradients", "reduction", "inner"), ("torch",)),
+    "step": Room(
+        ("_torch_private", "sharding", "backends", "buffers", "checks", "gradients", "reduction", "inner"), ("torch",)
+    ),
     "registration": Room(("_torch_private", "buffers", "checks", "gradients", "reduction", "inner"), ("torch",)),
     "state": Room(
         (

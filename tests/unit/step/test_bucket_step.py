@@ -263,6 +263,18 @@ class Coupled(torch.optim.Optimizer):
             param.sub_(total * self.param_groups[0]["lr"])
 
 
+class Holding(torch.optim.Optimizer):
+    """Steps another optimizer, as Lookahead does."""
+
+    def __init__(self, params):
+        self.base = torch.optim.SGD(params, lr=0.1)
+        super().__init__(self.base.param_groups, {})
+
+    def step(self):
+        """Step the other one."""
+        self.base.step()
+
+
 class Switching(torch.optim.SGD):
     """Has a train() and an eval(), as schedule-free optimizers have."""
 
@@ -277,7 +289,8 @@ class Switching(torch.optim.SGD):
     ("make", "dtype", "says"),
     [
         (Coupled, torch.bfloat16, "depends on the others"),
-        (torch.optim.LBFGS, torch.bfloat16, "evaluate its closure"),
+        (torch.optim.LBFGS, torch.bfloat16, "evaluates its closure"),
+        (Holding, torch.bfloat16, "steps a SGD that it holds"),
         (Switching, torch.bfloat16, "train\\(\\) and eval\\(\\)"),
         (torch.optim.AdamW, torch.float16, "parameter param_groups\\[0\\]\\['params'\\]\\[0\\]: float16"),
     ],
@@ -298,6 +311,25 @@ def test_a_hook_on_the_inner_optimizer_would_run_for_each_piece_and_is_refused()
     feed(params, 1)
     with pytest.raises(RuntimeError, match="a step hook of the inner AdamW"):
         optimizer.step()
+
+
+class Asking(torch.optim.SGD):
+    """May do anything with a closure, as far as its signature tells."""
+
+    def step(self, closure=None):
+        """Step as its base does."""
+        return super().step(closure)
+
+
+def test_a_closure_that_may_be_evaluated_in_between_is_refused_when_it_comes():
+    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = FusedMainGradOptimizer(Asking([param], lr=0.5), main_param="split")
+    with pytest.raises(RuntimeError, match="Asking may evaluate it when it has moved some weights"):
+        optimizer.step(lambda: param.sum())
+    assert param.grad is None
+    param.sum().backward()
+    optimizer.step()
+    assert param.tolist() == [0.5] * 4
 
 
 def test_an_unknown_way_to_hold_them_is_named():
