@@ -2,8 +2,8 @@
 
 All tensors are 1-D, contiguous, on one device, of one length; written ones end the function's name with ``_``. Nothing
 depends on how a range of elements is cut into calls: noise is a hash of (seed, step, element number), so a caller who
-hands in a part says with which element it begins. Work goes in chunks that stay in a CPU's cache; scratch is a chunk,
-8 bytes an element.
+hands in a part says with which element it begins. Work goes in chunks that stay in a CPU's cache; scratch is one chunk,
+6 bytes an element.
 
 =================  ==============  ===========================================================================
 what               bytes           what is kept of fp32
@@ -16,7 +16,7 @@ what               bytes           what is kept of fp32
 **Halves of a main_param.** The weight is main_param rounded to bf16, *ties away from zero*, and ``low`` is what is
 left: ``bits(main) = (bits(weight) << 16) + low``, with ``low`` signed, in int32 arithmetic. It differs from torch's own
 cast (ties to even) at every other exact tie, one value in 131072: with ties to even, a remainder of half a step could
-have either sign, which takes a seventeenth bit. A main_param of 3.396e38 (0x7F7F8000) and more has weight inf, as
+have either sign, which would take a seventeenth bit. A main_param of 3.396e38 (0x7F7F8000) and more has weight inf, as
 torch's cast gives, and keeps every bit all the same. A nan stays one, in the weight and joined, though not always with
 its payload. (A GPU's nan, 0x7FFFFFFF, would overflow into a weight of -0.)
 
@@ -31,7 +31,7 @@ is uniform, whatever ``M`` and ``C`` are; words of two rows are independent, as 
 ``C`` is; another step has other tables. The same two columns in all rows are related by ``M_row`` alone: without it
 the errors of a matrix would be a matrix of rank one, which an optimizer that orthogonalizes would see. Lanes 0 to 7 of
 a lower half stay related so; they decide a rounding in one case of 256. It costs a tenth of a full hash of each
-element.
+element in torch's integer operations (0.23 to 2.3 ns on one core).
 """
 
 from __future__ import annotations
