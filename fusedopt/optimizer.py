@@ -127,7 +127,7 @@ class FusedMainGradOptimizer(Optimizer):
             is_fsdp = check_engines(all_named(optimizers), config.shard)
             _check_backend(config.backend, all_named(optimizers))
             shard_by = ShardBy(inner_optimizers, config.shard_by)
-            shard_by.check(is_sharded=is_sharded, is_narrow=config.main_param != "float32")
+            shard_by.check(is_sharded=is_sharded)
         comm = DataParallelGroup.alone(norm_group) if is_fsdp else comm
         settings = {**dataclasses.asdict(config), "shard_by": shard_by.decided or config.shard_by}
         start_alike(comm, all_named(optimizers), settings, broadcast=config.broadcast_params)

@@ -73,12 +73,8 @@ class ShardBy:
             self._known[key] = shard_by(self._inner, self._wanted, index)
         return self._known[key]
 
-    def check(self, *, is_sharded: bool, is_narrow: bool = False) -> None:
+    def check(self, *, is_sharded: bool) -> None:
         """Raise what `shard_by` raises, for any group that is sharded; and for DTensors cut by torch's engines.
-
-        Args:
-            is_sharded: whether ranks update a part of each group.
-            is_narrow: whether buckets are stepped one after the other.
 
         Raises:
             ValueError: also if an inner optimizer that needs whole matrices would get a rank's rows of one.
@@ -89,12 +85,6 @@ class ShardBy:
                 f"number {i} of its group" for i in range(len(params))
             ]
             cut = [name for name, param in zip(names, params, strict=True) if is_cut(param)]
-            if is_narrow and find_out(self._inner.optimizer_of(index), self._inner.group(index)).is_coupled:
-                name = type(self._inner.optimizer_of(index)).__name__
-                raise ValueError(
-                    f'main_param="split" with {name}: what it does to one parameter depends on the others, and a step '
-                    'that goes bucket by bucket has the main_params of one bucket only. Use main_param="float32"'
-                )
             if is_sharded:
                 self.decided.append(self(index))
             if cut and shard_by(self._inner, "auto", index) == "parameter":

@@ -4,7 +4,7 @@
 
 A bucket's main_params are widened into scratch, the inner optimizer steps on these alone, and they are narrowed again,
 by which the model is written, too. Only scratch for one piece of a bucket exists at any time. Inner optimizers whose
-parameters decide about each other are refused at construction, by trying.
+parameters decide about each other, or that keep views of them, are refused at construction, by trying.
 
 What an optimizer counts in its groups, or in itself, it counts once a step: each piece finds the values from before the
 step, and those that the last one leaves stay.
@@ -15,6 +15,7 @@ Knows nothing of ranks, windows or where gradients come from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from fusedopt.buffers.bucket import Bucket, Entry
 from fusedopt.buffers.encodings import why_not_split
 from fusedopt.buffers.flat import Buffers
 from fusedopt.checks import hidden_optimizers
+from fusedopt.inner.bucket_probe import why_not_by_bucket
 from fusedopt.inner.hooks import StepGuard
 from fusedopt.inner.optimizers import InnerOptimizers
 from fusedopt.inner.rollback import Counters
@@ -138,4 +140,14 @@ def _why_all_at_once(optimizer: Optimizer) -> str | None:
     if any(callable(getattr(optimizer, method, None)) for method in ("train", "eval")):
         return "whose train() and eval() write all main_params"
     held = [type(other).__name__ for other in hidden_optimizers(optimizer).values()]
-    return f"which steps a {held[0]} that it holds" if held else None
+    if held:
+        return f"which steps a {held[0]} that it holds"
+    tried: list[Any] = []
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if repr(settings) not in tried:
+            tried.append(repr(settings))
+            why = why_not_by_bucket(optimizer, group)
+            if why is not None:
+                return why
+    return None

@@ -263,6 +263,38 @@ class Coupled(torch.optim.Optimizer):
             param.sub_(total * self.param_groups[0]["lr"])
 
 
+class Viewing(torch.optim.Optimizer):
+    """Writes through views of its parameters that it has made once, as heavyball does."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.views = {}
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    view = self.views.setdefault(id(param), param.data.view(-1))
+                    view.sub_(param.grad.view(-1), alpha=group["lr"])
+
+
+class CountingCalls(torch.optim.Optimizer):
+    """Counts calls in a tensor of its own, which nobody can tell from what it keeps for a parameter."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.num_calls = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self):
+        self.num_calls += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad * group["lr"] / self.num_calls)
+
+
 class Holding(torch.optim.Optimizer):
     """Steps another optimizer, as Lookahead does."""
 
@@ -288,7 +320,9 @@ class Switching(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "dtype", "says"),
     [
-        (Coupled, torch.bfloat16, "depends on the others"),
+        (Coupled, torch.bfloat16, "one parameter decides about another"),
+        (Viewing, torch.bfloat16, "keeps their memory"),
+        (CountingCalls, torch.bfloat16, "ends elsewhere"),
         (torch.optim.LBFGS, torch.bfloat16, "evaluates its closure"),
         (Holding, torch.bfloat16, "steps a SGD that it holds"),
         (Switching, torch.bfloat16, "train\\(\\) and eval\\(\\)"),
