@@ -292,7 +292,7 @@ def count_reductions_seen_in_backward(rank, settings, k):
 def test_reductions_start_inside_the_last_backward_where_overlap_is_asked_for(shard, k, overlap):
     # One group of several buckets: within a group the last layers lie in the first buckets.
     settings = Settings(shard, overlap_grad_reduce=overlap, gradient_accumulation_steps=k, num_groups=1, width=600)
-    for started, num_buckets in run(count_reductions_seen_in_backward, 2, settings, k, reuses=True):
+    for started, num_buckets in run(count_reductions_seen_in_backward, 2, settings, k):
         assert num_buckets >= 4
         if overlap:
             assert all(0 < n < num_buckets for n in started), started

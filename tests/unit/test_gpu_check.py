@@ -30,7 +30,7 @@ def run_script(*arguments, **environ):
         env={**kept, "OMP_NUM_THREADS": "1", **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,  # a rehearsal takes 50 s on a quiet machine, and must not fail on a busy one
         check=False,
     )
 
