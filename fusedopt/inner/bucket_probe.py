@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedopt.inner.copies import NotCopied, copy_over, unnoticed
+from fusedopt.inner.copies import NotCopied, copy_over, reseed, unnoticed
 from fusedopt.inner.rollback import Counters
 
 _SHAPES = ((24, 16), (9,))
@@ -51,7 +51,7 @@ def why_not_by_bucket(optimizer: Optimizer, group: dict[str, Any]) -> str | None
 
 def _run(optimizer: Optimizer, group: dict[str, Any], device: torch.device, *, in_pieces: bool) -> list[Tensor]:
     """Return where a copy brings two parameters."""
-    torch.manual_seed(0)
+    reseed(device)
     values = [torch.linspace(-1.0, 1.0, math.prod(shape), device=device).view(shape) for shape in _SHAPES]
     params = [nn.Parameter(value.clone()) for value in values]
     copied = copy_over(optimizer, group, params)

@@ -150,12 +150,23 @@ def unnoticed(device: torch.device) -> Iterator[None]:
     pythons, numpys = random.getstate(), numpy.random.get_state()
     with warnings.catch_warnings(), torch.random.fork_rng(devices=devices), global_step_hooks_muted():
         warnings.simplefilter("ignore")
-        torch.manual_seed(0)
+        reseed(device)
         try:
             yield
         finally:
             random.setstate(pythons)
             numpy.random.set_state(numpys)
+
+
+def reseed(device: torch.device) -> None:
+    """Seed the generators that a step on ``device`` may use, and no others: `unnoticed` puts back these alone.
+
+    `torch.manual_seed` would seed those of all devices, also of GPUs that the user trains something else on.
+    """
+    torch.default_generator.manual_seed(0)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(0)
 
 
 def state_to_come(optimizer: Optimizer, group: dict[str, Any], main_param: Tensor, name: str) -> dict[Any, Any]:

@@ -393,3 +393,16 @@ def test_one_process_needs_no_shard_and_probes_nothing():
     assert param.grad is param.main_grad
     with pytest.raises(RuntimeError, match="not today"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("main_param", ["float32", "split"])
+def test_trying_a_copy_seeds_no_generator_of_a_device_that_it_does_not_use(main_param, monkeypatch):
+    seeded = []
+    for name in ("manual_seed", "manual_seed_all"):
+        monkeypatch.setattr(torch.cuda, name, lambda seed, name=name: seeded.append(name))
+    before = torch.get_rng_state()
+    param = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.NAdam([param]), main_param=main_param)
+    find_out(torch.optim.NAdam([nn.Parameter(torch.zeros(4))]), {**optimizer.param_groups[0], "params": []})
+    assert seeded == []
+    assert torch.equal(torch.get_rng_state(), before)
