@@ -109,7 +109,11 @@ class Counters:
 
     def _set(self, groups: Sequence[dict[str, Any]], counters: dict[str, Any]) -> None:
         for group, values in zip(self._groups, groups, strict=True):
+            for name in [name for name in group if name != "params" and name not in values]:
+                del group[name]
             group.update({name: load_into(group.get(name), value, other=_same) for name, value in values.items()})
+        for name in _counters(self._optimizer).keys() - counters.keys():
+            del vars(self._optimizer)[name]
         vars(self._optimizer).update(counters)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedopt._torch_private import step_hooks
-from fusedopt.buffers.bucket import Bucket, Entry
+from fusedopt.buffers.bucket import Entry
 from fusedopt.buffers.encodings import why_not_split
 from fusedopt.buffers.flat import Buffers
 from fusedopt.checks import hidden_optimizers
@@ -53,11 +53,11 @@ def step_by_bucket(
     _refuse_hooks(inner)
     inner.consolidated = None
     buffers.is_stepping = True
-    pieces: list[tuple[int, list[Entry]]] = [
-        (bucket.group, piece) for bucket in buffers.buckets for piece in _pieces_of(bucket)
+    pieces = [
+        (index, piece)
+        for index, listed in enumerate(inner.listed)
+        for piece in _pieces_of([inner.entry_by_param[id(p)] for p in listed.params if id(p) in inner.entry_by_param])
     ]
-    stepped = {group for group, _ in pieces}
-    pieces += [(group, []) for group in range(inner.num_groups) if group not in stepped]
     counters = {id(opt): Counters(opt) for opt in inner.optimizers}
     scratch: dict[torch.device, Tensor] = {}
     written: list[Entry] = []
@@ -88,18 +88,17 @@ def _refuse_hooks(inner: InnerOptimizers) -> None:
             )
 
 
-def _pieces_of(bucket: Bucket) -> Iterator[list[Entry]]:
+def _pieces_of(members: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Yield those with a gradient in their order in the group, by which random numbers are drawn; or once none."""
+    stepped = [entry for entry in members if entry.main_param is not None and entry.has_grad]
     piece: list[Entry] = []
-    numel = 0
-    for entry in bucket.entries:
-        if entry.main_param is None or not entry.has_grad:
-            continue
-        if piece and numel + entry.main_param.numel() > PIECE_NUMEL:
+    for entry in stepped:
+        is_full = sum(other.slot.numel for other in piece) + entry.slot.numel > PIECE_NUMEL
+        if piece and (is_full or entry.bucket.device != piece[0].bucket.device):
             yield piece
-            piece, numel = [], 0
+            piece = []
         piece.append(entry)
-        numel += entry.main_param.numel()
-    if piece:
+    if piece or not stepped:
         yield piece
 
 

@@ -41,6 +41,36 @@ class GroupCounting(torch.optim.Optimizer):
                     param.add_(param.grad, alpha=-group["lr"] / (group["num_steps"] + self.num_calls))
 
 
+class CountingFromItsFirstStep(torch.optim.Optimizer):
+    """Has no counter before its first step, as many have that are not torch's."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        for group in self.param_groups:
+            group["step"] = group["step"] + 1 if "step" in group else 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] / (group["step"] + self.num_calls))
+
+
+class Drawing(torch.optim.Optimizer):
+    """Draws a random number for each parameter."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad * torch.randn(()), alpha=-group["lr"])
+
+
 INNERS = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
     "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
@@ -50,12 +80,14 @@ INNERS = {
     "Rprop": lambda groups: torch.optim.Rprop(groups, lr=1e-2),
     "ASGD": torch.optim.ASGD,
     "counts in its groups": GroupCounting,
+    "draws random numbers": Drawing,
+    "counts from its first step": CountingFromItsFirstStep,
 }
 
 
 def wrap(params, make, main_param, **more):
     groups = [{"params": params[:2], "weight_decay": 0.0}, {"params": params[2:], "lr": 3e-3}]
-    if make is GroupCounting:
+    if make in (GroupCounting, CountingFromItsFirstStep, Drawing):
         groups[0].pop("weight_decay")
     return FusedMainGradOptimizer(make(groups), main_param=main_param, bucket_mib=1, max_grad_norm=1.0, **more)
 
@@ -111,6 +143,19 @@ def test_main_params_and_state_have_every_bit_that_they_have_whole(name):
     mains = [got["state"].get(number, {}).get("main_param") for number in range(len(params))]
     for one, other, main in zip(whole, params, mains, strict=True):
         assert main is None or only_ties_differ(one, other, main)
+
+
+def test_a_parameter_that_moved_to_another_group_is_stepped_by_its_settings():
+    found = {}
+    for main_param in ("float32", "split"):
+        params = make_params()
+        optimizer = wrap(params, INNERS["AdamW"], main_param)
+        train(optimizer, params, range(2))
+        moved = optimizer.param_groups[1]["params"].pop(0)
+        optimizer.param_groups[0]["params"].append(moved)
+        train(optimizer, params, range(2, 4))
+        found[main_param] = optimizer.state_dict()
+    assert_same_state(found["float32"], found["split"])
 
 
 def test_it_takes_two_bytes_a_parameter_less():
