@@ -10,8 +10,22 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from fusedopt import FusedLinear
+from fusedopt import FusedLinear, MainGradFunction
 from tests.reference import Reference
+
+
+class OwnLinear(MainGradFunction):
+    """A user's own layer, ``x @ weight.T``, which adds its weight gradient to main_grad."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        return grad_output @ weight, MainGradFunction.addmm_to_main_grad(ctx, weight, grad_output, x)
 
 
 class Mlp(nn.Sequential):

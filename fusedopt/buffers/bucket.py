@@ -531,7 +531,7 @@ class Entry:
         vars(param)["__getstate__"] = functools.partial(_state_without_ours, weakref.ref(param))
         serve_transformer_engine(param)
         if self.bucket.is_lending:
-            param.main_grad = None  # type: ignore[attr-defined]
+            vars(param)["main_grad"] = None
             vars(param)["lend_main_grad"] = functools.partial(_lend, slot, weakref.ref(param))
             if grad is None:
                 return
@@ -540,7 +540,7 @@ class Entry:
             if self.grad_part.shape == slot.shape and slot.local_grad is not None:
                 self.grad_part = slot.local_grad
             if self.main_param is not None and self.main_param is not param:
-                self.main_param.main_grad = self.grad_part  # type: ignore[attr-defined]
+                vars(self.main_param)["main_grad"] = self.grad_part
         if grad is not None:
             with torch.no_grad():
                 dtensor.copy_local_(main_grad, grad)
@@ -570,8 +570,11 @@ class Entry:
         if self.low_part is None:
             return
         model, low = self._flat_model(), _flat(self.low_part)
+        if answers_late(wide.device):  # nobody waits for a device in a step
+            encodings.clear_impossible_(model, low)
         encodings.join_(model, low, wide)
-        if not bool(torch.isfinite(wide).all()):  # edited to 0 through `.data`, for one: what is left would make it nan
+        # Edited to 0 through `.data`, for one: what is left would make it nan.
+        if not answers_late(wide.device) and not bool(torch.isfinite(wide).all()):
             encodings.repair_(model, low)
             encodings.join_(model, low, wide)
 
@@ -579,7 +582,7 @@ class Entry:
         """Round a main_param that was widened into the model, and keep what that takes from it."""
         if self.low_part is None or self.main_param is None:
             return
-        self._split(_flat(self.main_param.detach()))
+        self._split(self._in_order(self.main_param.detach()))
         self.main_param.data = _nans_like(self.low_part, self.bucket.dtype)
 
     def repair(self) -> None:
@@ -607,10 +610,16 @@ class Entry:
 
     def _flat_model(self) -> Tensor:
         """Return the model's values in memory order of main_param: its memory, or a copy where it has gaps."""
-        model, low = self.model_part.detach(), self.low_part
-        if low is not None and model.stride() != low.stride():
-            model = torch.empty_strided(low.shape, low.stride(), dtype=model.dtype, device=model.device).copy_(model)
-        return _flat(model)
+        return self._in_order(self.model_part.detach())
+
+    def _in_order(self, tensor: Tensor) -> Tensor:
+        """Return values of this rank's part, 1-D, in memory order of main_param; a copy where they have another."""
+        low = self.low_part
+        if low is not None and tensor.stride() != low.stride():
+            tensor = torch.empty_strided(low.shape, low.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+                tensor
+            )
+        return _flat(tensor)
 
     @property
     def cut(self) -> Cut:
@@ -723,6 +732,11 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _shaped(flat: Tensor, like: Tensor) -> Tensor:
     return flat.as_strided(like.shape, like.stride())
+
+
+def answers_late(device: torch.device) -> bool:
+    """Return whether asking ``device`` for a result would make the host wait."""
+    return device.type != "cpu"
 
 
 def _nans_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:

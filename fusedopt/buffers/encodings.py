@@ -179,6 +179,19 @@ def repair_(model: Tensor, low: Tensor) -> None:
         low[part].masked_fill_((magnitude == 0).logical_or_(magnitude >= 0x7F80), 0)
 
 
+def clear_impossible_(model: Tensor, low: Tensor) -> None:
+    """Clear remainders that no split leaves, and that would join to nan: negative ones of a weight of 0.
+
+    It changes no main_param, and asks no device for anything: for every join of weights whose edits may be unseen.
+
+    Args:
+        model: bfloat16. Read.
+        low: int16 or int8. Written.
+    """
+    for part in _chunks(model):
+        low[part].masked_fill_((model[part] == 0).logical_and_(low[part] < 0), 0)
+
+
 def narrow_bf16_(wide: Tensor, narrow: Tensor, *, noise: Noise, first: int) -> None:
     """Round to bf16 stochastically: up or down so that the mean over noise is ``wide`` itself, exactly.
 

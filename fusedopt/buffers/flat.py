@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedopt.backends import Backend, resolve, torch_ops
-from fusedopt.buffers.bucket import Bucket, Entry, Sharding, Slot
+from fusedopt.buffers.bucket import Bucket, Entry, Sharding, Slot, answers_late
 from fusedopt.sharding import dtensor
 from fusedopt.sharding.layout import ParamSpec, plan_buckets
 
@@ -341,11 +341,6 @@ class Sample:
     def late(self) -> list[int]:
         """Return the numbers of parameters that an earlier `look` found to differ on a device."""
         return [number for group in self._groups for number in group.late()]
-
-
-def answers_late(device: torch.device) -> bool:
-    """Return whether asking ``device`` for a result would make the host wait."""
-    return device.type != "cpu"
 
 
 def _host_cell() -> Tensor:

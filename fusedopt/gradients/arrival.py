@@ -112,7 +112,7 @@ def fold(context: HookContext, slot: Slot, param: Tensor) -> None:
     if main_grad is not None:
         follow_writer(main_grad, will_write=False)
     if grad is main_grad:  # autograd added in place
-        main_grad.is_zero = False  # type: ignore[attr-defined]  # set by hand, perhaps
+        vars(main_grad)["is_zero"] = False  # set by hand, perhaps
         if grad.data_ptr() != slot.address or getattr(param, "main_grad", None) is not main_grad:
             slot.check(param)
         return
@@ -201,7 +201,7 @@ class Arrival:
                 with torch.no_grad():
                     arrive(self._context, entry.slot, entry.param)
             else:
-                grad.is_zero = False  # type: ignore[attr-defined]  # set by hand, perhaps
+                vars(grad)["is_zero"] = False  # set by hand, perhaps
         return absent
 
     def release(self) -> None:

@@ -22,6 +22,9 @@ from fusedopt.inner.copies import NotCopied, copy_over, reseed, unnoticed
 from fusedopt.inner.rollback import Counters
 
 _SHAPES = ((24, 16), (9,))
+_MATRICES = ((24, 16), (9, 12))
+"""In the place of `_SHAPES` where a group has no vectors: some optimizers take matrices only."""
+
 _NUM_STEPS = 5
 _ABSENT = (2, 1)
 """The step in which a parameter has no gradient, and its number."""
@@ -40,7 +43,7 @@ def why_not_by_bucket(optimizer: Optimizer, group: dict[str, Any]) -> str | None
     except NotCopied as error:
         return f"of which no copy could be tried: {error}"
     except Exception as error:
-        return f"a copy of which raised {error!r} when it was stepped bucket by bucket"
+        return f"a copy of which raised {error!r} when it was tried"
     if not all(map(torch.equal, map(_bits, whole), map(_bits, pieces))):
         return (
             "which ends elsewhere when it is stepped bucket by bucket: one parameter decides about another, or it keeps"
@@ -52,7 +55,9 @@ def why_not_by_bucket(optimizer: Optimizer, group: dict[str, Any]) -> str | None
 def _run(optimizer: Optimizer, group: dict[str, Any], device: torch.device, *, in_pieces: bool) -> list[Tensor]:
     """Return where a copy brings two parameters."""
     reseed(device)
-    values = [torch.linspace(-1.0, 1.0, math.prod(shape), device=device).view(shape) for shape in _SHAPES]
+    has_vectors = not group["params"] or any(param.ndim < 2 for param in group["params"])
+    shapes = _SHAPES if has_vectors else _MATRICES
+    values = [torch.linspace(-1.0, 1.0, math.prod(shape), device=device).view(shape) for shape in shapes]
     params = [nn.Parameter(value.clone()) for value in values]
     copied = copy_over(optimizer, group, params)
     (copied_group,) = copied.param_groups

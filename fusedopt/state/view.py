@@ -78,13 +78,13 @@ def checkpoint_state(inner: InnerOptimizers, param: Any, *, is_template: bool = 
             'shard="none", or save optimizer.state_dict() on each rank'
         )
     if main is None:  # known by name on every rank: torch looks for the device of what it loads
-        is_known = is_template or entry.bucket.main is not None
+        is_known = is_template or entry.bucket.is_rounded
         return {"main_param": checkpoint_part(entry.bucket.grad_part[:0], cut)} if is_known else {}
     if not has_state:
         group = next(g for g in updater.param_groups if any(p is main for p in g["params"]))
         state = state_to_come(updater, group, main, name)
     if entry.is_rounded:
-        current = main if is_template else entry.up_to_date_main_param()
+        current = main if is_template and not entry.is_split else entry.up_to_date_main_param()
         state["main_param"] = (main if current is None else current).detach()
     state = wrap(state, param, cut)
     return state if is_template else {**state, HAS_STATE: torch.tensor(has_state)}

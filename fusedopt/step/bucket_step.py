@@ -1,9 +1,9 @@
-"""Step inner optimizers bucket by bucket, where main_params are held in fewer bytes than they have in a step.
+"""Step inner optimizers piece by piece, where main_params are held in fewer bytes than they have in a step.
 
     ... -> clip -> [widen -> inner step -> narrow] -> gather
 
-A bucket's main_params are widened into scratch, the inner optimizer steps on these alone, and they are narrowed again,
-by which the model is written, too. Only scratch for one piece of a bucket exists at any time. Inner optimizers whose
+A few main_params of a group are widened into scratch, the inner optimizer steps on these alone, and they are narrowed
+again, by which the model is written, too. Scratch for one such piece exists at any time. Inner optimizers whose
 parameters decide about each other, or that keep views of them, are refused at construction, by trying.
 
 What an optimizer counts in its groups, or in itself, it counts once a step: each piece finds the values from before the
@@ -61,18 +61,20 @@ def step_by_bucket(
     counters = {id(opt): Counters(opt) for opt in inner.optimizers}
     scratch: dict[torch.device, Tensor] = {}
     written: list[Entry] = []
-    for group, entries in pieces:
-        counters[id(inner.optimizer_of(group))].rewind()
-        split = [entry for entry in entries if entry.is_split]
-        _widen(split, scratch)
-        try:
-            inner.step_some(group, entries, grad_scale=grad_scale, found_inf=found_inf)
-        finally:
-            for entry in split:
-                entry.narrow()
-        written += split
-    for counted in counters.values():
-        counted.finish()
+    try:
+        for group, entries in pieces:
+            counters[id(inner.optimizer_of(group))].rewind()
+            split = [entry for entry in entries if entry.is_split]
+            _widen(split, scratch)
+            try:
+                inner.step_some(group, entries, grad_scale=grad_scale, found_inf=found_inf)
+            finally:
+                for entry in split:
+                    entry.narrow()
+            written += split
+    finally:
+        for counted in counters.values():
+            counted.finish()
     return written
 
 
@@ -90,15 +92,18 @@ def _refuse_hooks(inner: InnerOptimizers) -> None:
 
 def _pieces_of(members: Sequence[Entry]) -> Iterator[list[Entry]]:
     """Yield those with a gradient in their order in the group, by which random numbers are drawn; or once none."""
-    stepped = [entry for entry in members if entry.main_param is not None and entry.has_grad]
     piece: list[Entry] = []
-    for entry in stepped:
-        is_full = sum(other.slot.numel for other in piece) + entry.slot.numel > PIECE_NUMEL
+    numel = num_pieces = 0
+    for entry in members:
+        if entry.main_param is None or not entry.has_grad:
+            continue
+        is_full = numel + entry.main_param.numel() > PIECE_NUMEL
         if piece and (is_full or entry.bucket.device != piece[0].bucket.device):
             yield piece
-            piece = []
+            piece, numel, num_pieces = [], 0, num_pieces + 1
         piece.append(entry)
-    if piece or not stepped:
+        numel += entry.main_param.numel()
+    if piece or not num_pieces:
         yield piece
 
 

@@ -4,7 +4,14 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -107,6 +114,67 @@ def resume(rank, saved_as, loaded_as, folder):
 )
 def test_a_whole_resumes_in_any_layout(saved_as, loaded_as, tmp_path):
     expected, got = run(resume, 2, saved_as, loaded_as, tmp_path)[0]
+    assert expected.keys() == got.keys()
+    for key, value in expected.items():
+        assert torch.isfinite(value).all()
+        assert torch.equal(value, got[key]), key
+
+
+def through_torchs_checkpoint(rank, shard, shard_by, folder):
+    """Return whole state before and after it was saved and loaded by `torch.distributed.checkpoint`, and trained on."""
+    found = []
+    for seed in (0, 1):
+        params, optimizer = make("split", shard, shard_by, seed)
+        net = nn.ParameterList(params)
+        if seed == 0:
+            train(rank, params, optimizer, range(2))
+            saved = get_state_dict(net, optimizer)
+            dcp.save(dict(zip(("model", "optim"), saved, strict=True)), checkpoint_id=folder)
+        else:
+            loaded = dict(zip(("model", "optim"), get_state_dict(net, optimizer), strict=True))
+            dcp.load(loaded, checkpoint_id=folder)
+            set_state_dict(net, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+        train(rank, params, optimizer, range(2, 4))
+        found.append(whole_state(optimizer))
+    return found
+
+
+@pytest.mark.parametrize(("shard", "shard_by"), SETTINGS)
+def test_torchs_checkpoints_carry_them(shard, shard_by, tmp_path):
+    expected, got = run(through_torchs_checkpoint, 2, shard, shard_by, tmp_path)[0]
+    assert any(key == "main_param" for _, key in expected)
+    assert expected.keys() == got.keys()
+    for key, value in expected.items():
+        assert torch.isfinite(value).all()
+        assert torch.equal(value, got[key]), key
+
+
+def broadcast_from_the_first(rank, shard, shard_by):
+    """Return whole state before and after it was broadcast from the first rank by torch's functions."""
+    params, optimizer = make("split", shard, shard_by)
+    train(rank, params, optimizer, range(2))
+    optimizer.consolidate_state_dict(0)
+    names = [str(number) for number in range(len(params))]
+    saved = optimizer.state_dict() if rank == 0 else {}
+    groups = saved.get("param_groups", [])
+    whole = {
+        "state": {names[number]: values for number, values in saved.get("state", {}).items()},
+        "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in groups],
+    }
+    again, target = make("split", shard, shard_by, seed=1)
+    net = nn.ParameterList(again)
+    with torch.no_grad():
+        for param, value in zip(again, params, strict=True):
+            param.copy_(value)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(net, target, whole if rank == 0 else {}, options=options)
+    return whole_state(optimizer), whole_state(target)
+
+
+@pytest.mark.parametrize(("shard", "shard_by"), SETTINGS)
+def test_torchs_broadcast_of_a_whole_carries_them(shard, shard_by):
+    expected, got = run(broadcast_from_the_first, 2, shard, shard_by)[0]
+    assert any(key == "main_param" for _, key in expected)
     assert expected.keys() == got.keys()
     for key, value in expected.items():
         assert torch.isfinite(value).all()

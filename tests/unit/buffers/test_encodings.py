@@ -9,6 +9,7 @@ from fusedopt.buffers import encodings
 from fusedopt.buffers.encodings import (
     NOISE_ROW,
     Noise,
+    clear_impossible_,
     join24_,
     join_,
     narrow_bf16_,
@@ -367,3 +368,25 @@ def test_without_looking_for_special_values_every_bit_is_the_same(case, monkeypa
 def test_nothing_is_written_where_there_is_nothing():
     empty = torch.empty(0)
     assert join(*split(empty)).numel() == join(*split24(empty, noise_for(empty))).numel() == narrow(empty).numel() == 0
+
+
+def test_clearing_what_is_impossible_leaves_each_split_as_it_is_and_joins_no_zero_to_nan():
+    main = torch.arange(-(2**15), 2**15, dtype=torch.int32).repeat(3)
+    main[2**16 :] += 0x3F80 << 16
+    main = torch.cat([main, main | -(2**31)]).view(torch.float32)
+    model, low = torch.empty_like(main, dtype=torch.bfloat16), torch.empty_like(main, dtype=torch.int16)
+    split_(main, model, low)
+    kept = low.clone()
+    clear_impossible_(model, low)
+    assert torch.equal(low, kept)
+    joined = torch.empty_like(main)
+    for zero in (0.0, -0.0):
+        model[::2] = zero
+        low.copy_(kept)
+        assert (low[::2] < 0).any()
+        clear_impossible_(model, low)
+        join_(model, low, joined)
+        is_zero = model == 0
+        assert torch.isfinite(joined[is_zero]).all()
+        assert (joined[is_zero].abs() < 2.0**-133).all()
+        assert torch.equal(low[~is_zero], kept[~is_zero])

@@ -10,25 +10,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedopt
-from fusedopt import FusedLinear, MainGradFunction
+from fusedopt import FusedLinear
 from fusedopt.layers import linear
+from tests.models import OwnLinear
 
 BF16 = torch.bfloat16
 NUM_THREADS, NUM_WINDOWS = 4, 25
-
-
-class Product(MainGradFunction):
-    """x @ weight.T"""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, weight = ctx.saved_tensors
-        return None, MainGradFunction.addmm_to_main_grad(ctx, weight, grad_output, x)
 
 
 class Waits(torch.autograd.Function):
@@ -76,7 +63,7 @@ def uses(kind, weight, bias, index):
     return {
         "plain": lambda x: F.linear(x, weight, bias),
         "FusedLinear": lambda x: fusedopt.fused_linear(x, weight, bias),
-        "MainGradFunction": lambda x: Product.apply(x, weight) + bias,
+        "MainGradFunction": lambda x: OwnLinear.apply(x, weight) + bias,
         "tied": lambda x: fusedopt.fused_linear(x, weight) + F.linear(x, weight, bias) - F.linear(x, weight.detach()),
     }[kind]
 

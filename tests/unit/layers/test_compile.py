@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 import fusedopt
-from fusedopt import FusedLinear, MainGradFunction
-from tests.models import integers
+from fusedopt import FusedLinear
+from tests.models import OwnLinear, integers
 
 ORDERS = ["f1 b1 f2 b2", "f1 f2 b1 b2"]
 # Raised inside torch's own compiler stack (2.13), the third on any attribute of a ctx, the last on any graph break.
@@ -236,22 +236,11 @@ def test_a_gradient_set_by_hand_counts_in_compiled_code():
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_users_function_breaks_the_graph_and_is_right(backend):
-    class Linear(MainGradFunction):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x, weight)
-            return x @ weight.t()
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            x, weight = ctx.saved_tensors
-            return grad_output @ weight, MainGradFunction.addmm_to_main_grad(ctx, weight, grad_output, x)
-
     weight = nn.Parameter(integers(8, 8))
     _optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD([weight], lr=0.1))
 
     def model(x):
-        return Linear.apply(x * 2, weight) + 1
+        return OwnLinear.apply(x * 2, weight) + 1
 
     compiled = torch.compile(model, backend=backend)
     for recompute in (False, True):

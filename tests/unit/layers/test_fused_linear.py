@@ -286,6 +286,9 @@ def test_a_wrong_argument_is_named_and_main_grad_untouched(wrong, is_wrapped):
 def test_leading_dimensions_may_differ_where_tokens_do_not():
     layer, _optimizer = wrapped_layer(bias=False)
     x = integers(4, 8)
-    reshaped = lambda c, w, g, x: addmm(c, w, g.view(2, 2, 6), x.view(1, 4, 8))  # noqa: E731
+
+    def reshaped(ctx, weight, grad_output, x):
+        return addmm(ctx, weight, grad_output.view(2, 2, 6), x.view(1, 4, 8))
+
     Layer.apply(x, layer.weight, reshaped).float().sum().backward()
     assert torch.equal(layer.weight.grad, x.float().sum(0).expand(6, 8))

@@ -14,7 +14,7 @@ import fusedopt
 from fusedopt import FusedLinear, MainGradFunction, fused_linear
 from fusedopt.backends import torch_ops
 from tests.linear_cases import wrapped_layer
-from tests.models import integers
+from tests.models import OwnLinear, integers
 
 U32, U16 = 2.0**-24, 2.0**-9  # unit roundoffs of float32 and bfloat16
 
@@ -104,20 +104,9 @@ def test_no_weight_product_runs_that_nobody_asked_for(ask, expected):
 def test_n9_a_frozen_base_runs_no_weight_product():
     """ms-swift#9790: fused backward of a frozen weight looked for main_grad, which it has not."""
 
-    class Linear(MainGradFunction):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x, weight)
-            return x @ weight.t()
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            x, weight = ctx.saved_tensors
-            return grad_output @ weight, MainGradFunction.addmm_to_main_grad(ctx, weight, grad_output, x)
-
     base, adapter = nn.Parameter(integers(6, 8), requires_grad=False), nn.Parameter(integers(6, 8))
     optimizer = fusedopt.FusedMainGradOptimizer(torch.optim.SGD([base, adapter], lr=0.1))
-    loss = (Linear.apply(integers(4, 8).requires_grad_(), base) * adapter.sum()).float().sum()
+    loss = (OwnLinear.apply(integers(4, 8).requires_grad_(), base) * adapter.sum()).float().sum()
     with CountProducts() as products:
         loss.backward()
     assert products.names == ["mm"]

@@ -8,9 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import fusedopt
 from fusedopt import FusedMainGradOptimizer
+from fusedopt.buffers import bucket
 
 SHAPES = ((300, 20), (7,), (600, 500), (16, 3, 3, 3), (), (0, 4))
 STEPS = 6
@@ -71,6 +77,20 @@ class Drawing(torch.optim.Optimizer):
                     param.add_(param.grad * torch.randn(()), alpha=-group["lr"])
 
 
+class Rebinding(torch.optim.Optimizer):
+    """Puts a new tensor, contiguous, in the place of each parameter's memory."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = (param.data - group["lr"] * param.grad).contiguous()
+
+
 INNERS = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
     "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
@@ -81,13 +101,14 @@ INNERS = {
     "ASGD": torch.optim.ASGD,
     "counts in its groups": GroupCounting,
     "draws random numbers": Drawing,
+    "puts new tensors in place": Rebinding,
     "counts from its first step": CountingFromItsFirstStep,
 }
 
 
 def wrap(params, make, main_param, **more):
     groups = [{"params": params[:2], "weight_decay": 0.0}, {"params": params[2:], "lr": 3e-3}]
-    if make in (GroupCounting, CountingFromItsFirstStep, Drawing):
+    if make in (GroupCounting, CountingFromItsFirstStep, Drawing, Rebinding):
         groups[0].pop("weight_decay")
     return FusedMainGradOptimizer(make(groups), main_param=main_param, bucket_mib=1, max_grad_norm=1.0, **more)
 
@@ -143,6 +164,27 @@ def test_main_params_and_state_have_every_bit_that_they_have_whole(name):
     mains = [got["state"].get(number, {}).get("main_param") for number in range(len(params))]
     for one, other, main in zip(whole, params, mains, strict=True):
         assert main is None or only_ties_differ(one, other, main)
+
+
+def test_matrix_optimizers_beside_others_step_on_their_own():
+    found = {}
+    for main_param in ("float32", "split"):
+        params = make_params()
+        matrices = [params[0], params[2]]
+        others = [param for param in params if all(param is not matrix for matrix in matrices)]
+        inner = [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)]
+        optimizer = FusedMainGradOptimizer(
+            inner, main_param=main_param, max_grad_norm=1.0, gradient_accumulation_steps=2
+        )
+        for step in range(2 * STEPS):
+            for number, param in enumerate(params):
+                (
+                    param.float() * torch.cos(torch.arange(param.numel()) + step + number).view(param.shape)
+                ).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[main_param] = optimizer.state_dict()
+    assert_same_state(found["float32"], found["split"])
 
 
 def test_a_parameter_that_moved_to_another_group_is_stepped_by_its_settings():
@@ -256,6 +298,42 @@ def test_weights_set_to_zero_stay_finite(how):
     assert torch.isfinite(main).all()
     assert (main[::3] == 0).all()
     assert torch.equal(main.bfloat16().float()[1::3], expected[1::3])  # at most half a step of what was there before
+
+
+def test_on_a_device_nobody_waits_and_a_weight_set_to_zero_is_no_nan(monkeypatch):
+    param = nn.Parameter(-torch.rand(4096).bfloat16())
+    optimizer = FusedMainGradOptimizer(torch.optim.SGD([param], lr=1e-3), main_param="split")
+    train(optimizer, [param, param], [1])
+    before = optimizer.state_dict()["state"][0]["main_param"]
+    param.data[::3] = 0.0
+    assert (optimizer._buffers.buckets[0].low[::3] < 0).any()
+    monkeypatch.setattr(bucket, "answers_late", lambda device: True)
+    monkeypatch.setattr(torch, "isfinite", None)  # asks, and waits for the answer
+    main = optimizer._buffers.entries[0].main_value()
+    monkeypatch.undo()
+    assert torch.isfinite(main).all()
+    assert (main[::3].abs() < 2.0**-133).all()  # which rounds to 0, too
+    assert torch.equal(main[1::3], before[1::3])
+    assert torch.equal(main[2::3], before[2::3])
+
+
+@pytest.mark.parametrize("is_template", [False, True])
+def test_torchs_checkpoint_functions_carry_them(is_template):
+    found = {}
+    for main_param in ("float32", "split"):
+        source, net = nn.Linear(30, 20).bfloat16(), nn.Linear(30, 20).bfloat16()
+        source.load_state_dict({"weight": torch.linspace(-1, 1, 600).view(20, 30), "bias": torch.ones(20)})
+        first = FusedMainGradOptimizer(torch.optim.AdamW(source.parameters(), lr=1e-2), main_param=main_param)
+        train(first, list(source.parameters()), range(1, 4))
+        options = StateDictOptions(full_state_dict=is_template, cpu_offload=is_template)
+        saved = copy.deepcopy(get_optimizer_state_dict(source, first, options=options))
+        second = FusedMainGradOptimizer(torch.optim.AdamW(net.parameters(), lr=1e-2), main_param=main_param)
+        net.load_state_dict(source.state_dict())
+        set_optimizer_state_dict(net, second, saved, options=options)
+        assert_same_state(first.state_dict(), second.state_dict())
+        train(second, list(net.parameters()), range(4, 6))
+        found[main_param] = second.state_dict()
+    assert_same_state(found["float32"], found["split"])
 
 
 @pytest.mark.filterwarnings("ignore:.*optimizer step.* were skipped:RuntimeWarning")  # by the nan of a program
