@@ -173,6 +173,8 @@ class MainGradConfig:
         shard_by: cut at any "element" or keep each "parameter" whole; "auto" tries the inner optimizer.
         main_param: how fp32 main_params of bf16 parameters are held: whole ("float32"), or as the parameter and 16
             more bits ("split"), which takes 2 bytes a parameter less and keeps every bit.
+        state_dtype: what inner state of a parameter's shape is between steps: "float32", or "bfloat16" or "int8",
+            rounded stochastically; a step widens it, bucket by bucket.
         bucket_mib: bucket size in MiB of fp32 elements: 1 is 2**18 elements, 4096 (the most) is 2**30.
         overlap_grad_reduce: start a bucket's reduction inside backward, at its last gradient.
         overlap_param_gather: let gathers finish under the next forward; needs a shard.
@@ -199,6 +201,10 @@ class MainGradConfig:
     )
     shard_by: str = field(default="auto", metadata=_about("where a shard may cut", ("auto", "element", "parameter")))
     main_param: str = field(default="float32", metadata=_about("how fp32 main_params are held", ("float32", "split")))
+    state_dtype: str = field(
+        default="float32",
+        metadata=_about("what inner state is held as between steps", ("float32", "bfloat16", "int8")),
+    )
     bucket_mib: int = field(
         default=128, metadata=_about("bucket size in MiB of fp32 elements", range(1, _MAX_BUCKET_MIB + 1))
     )

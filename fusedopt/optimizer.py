@@ -55,7 +55,7 @@ from fusedopt.sharding.comm import DataParallelGroup
 from fusedopt.sharding.replicas import start_alike
 from fusedopt.state.persistence import Persistence
 from fusedopt.state.view import StateView
-from fusedopt.step.bucket_step import refuse_narrow, step_by_bucket
+from fusedopt.step.bucket_step import narrowing_of, step_by_bucket, steps_by_bucket
 from fusedopt.step.closures import Closures
 from fusedopt.step.fused_step import step_fused
 
@@ -119,7 +119,7 @@ class FusedMainGradOptimizer(Optimizer):
             inner_optimizers = InnerOptimizers(optimizers)
             is_sharded = config.shard != "none" and comm.num_shards > 1
             refuse_unsupported(config, requires_closure=inner_optimizers.requires_closure, is_sharded=is_sharded)
-            refuse_narrow(config.main_param, all_named(optimizers), optimizers)
+            inner_optimizers.narrowing = narrowing_of(config, all_named(optimizers), optimizers)
             held = check_all_parameters(optimizers, is_sharded=is_sharded, rewrap=rewrap)
             refuse_hidden(optimizers)
             for wrapper in held:
@@ -274,12 +274,12 @@ class FusedMainGradOptimizer(Optimizer):
         """
         self._check_usable(closure)
         if closure is not None and self._window.is_last and self._inner.evaluates:
-            if self._buffers.is_narrow:
+            if steps_by_bucket(self.config):
                 names = ", ".join(type(opt).__name__ for opt in self._inner.optimizers)
                 raise RuntimeError(
-                    f'step(closure) with main_param="{self.config.main_param}": {names} may evaluate it when it has '
-                    "moved some weights, and main_params exist bucket by bucket. Compute gradients before, and call "
-                    'optimizer.step(); or use main_param="float32"'
+                    f'step(closure) with main_param="{self.config.main_param}", state_dtype="{self.config.state_dtype}"'
+                    f": {names} may evaluate it when it has moved some weights, and main_params or state exist bucket "
+                    'by bucket. Compute gradients before, and call optimizer.step(); or use "float32" for both'
                 )
             return self._step_by_closure(closure)
         loss = _evaluate(closure)
@@ -390,7 +390,7 @@ class FusedMainGradOptimizer(Optimizer):
     def _step_inner(self, scaling: Scaling) -> list[Entry]:
         """Step the inner optimizers on main_params; return the entries whose model parameters were written as well."""
         grad_scale, found_inf = scaling
-        if self._buffers.is_narrow:
+        if steps_by_bucket(self.config):
             with _profiled("fusedopt.step"):
                 return step_by_bucket(self._inner, self._buffers, grad_scale, found_inf)
         written: list[Entry] = []
@@ -751,7 +751,9 @@ class FusedMainGradOptimizer(Optimizer):
         requires_grad = [param.requires_grad for param in trained]
         for param in trained:  # all in the order of the original, since a shard's layout has to be the same
             param.requires_grad_(all(param is not late for late in unfrozen))
-        self._wire(InnerOptimizers(optimizers, state["order"]), state["config"], state["comm"])
+        inner = InnerOptimizers(optimizers, state["order"])
+        inner.narrowing = narrowing_of(state["config"], all_named(optimizers), optimizers)
+        self._wire(inner, state["config"], state["comm"])
         for param in unfrozen:
             param.requires_grad_(True)
             self._registration.follow(self.param_groups)

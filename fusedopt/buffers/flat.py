@@ -146,11 +146,6 @@ class Buffers:
         """Return the entries whose gradients are shares still, see `Slot.is_share`."""
         return [e for e in self.entries if e.slot.is_share and e.has_grad]
 
-    @property
-    def is_narrow(self) -> bool:
-        """Whether main_params have their values during a step only, bucket by bucket."""
-        return self._main_param != "float32"
-
     def buckets_by_backend(self) -> list[tuple[Backend, list[Bucket]]]:
         """Return all buckets, those that the same functions work on together."""
         return _by_backend((bucket.backend, bucket) for bucket in self.buckets)

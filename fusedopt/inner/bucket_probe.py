@@ -2,9 +2,10 @@
 
     [constructor] -> ...; step: -> clip -> [inner step, one bucket after the other] -> ...
 
-An optimizer may let one parameter decide about another, count what each call does, or keep views of its parameters'
-memory: then a step in pieces would go wrong in silence. So two copies of it step two small tensors, one in the usual
-way, one in pieces whose memory is new in each step, and bits are compared.
+An optimizer may let one parameter decide about another, count what each call does, or keep views of its parameters' or
+its state's memory: then a step in pieces would go wrong in silence. So two copies of it step two small tensors, one in
+the usual way, one in pieces whose memory is new in each step, and bits are compared. A third begins with other weights,
+and tells which state follows these.
 
 Knows nothing of buckets or ranks.
 """
@@ -12,6 +13,8 @@ Knows nothing of buckets or ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedopt.inner.copies import NotCopied, copy_over, reseed, unnoticed
+from fusedopt.inner.narrow_state import SMALLEST, may_be_narrow, replace
 from fusedopt.inner.rollback import Counters
+from fusedopt.nested import Path, leaves
 
 _SHAPES = ((24, 16), (9,))
 _MATRICES = ((24, 16), (9, 12))
@@ -29,63 +34,145 @@ _NUM_STEPS = 5
 _ABSENT = (2, 1)
 """The step in which a parameter has no gradient, and its number."""
 
+_SHIFT = 3.0
+"""Added to the weights of the third copy."""
 
-def why_not_by_bucket(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
-    """Return why ``optimizer``, with the settings of ``group``, must be stepped on all parameters at once; None if not.
 
-    Neither the optimizer nor its parameters move.
+@dataclass(frozen=True)
+class Tried:
+    """What trying a group's settings showed.
+
+    Args:
+        why_not: why all parameters must be stepped at once; None where they need not.
+        following: paths, in a parameter's state, of tensors that follow the parameter itself.
+        nonnegative: paths of tensors of the parameter's shape that were positive somewhere, and negative nowhere.
+        negative: paths of those that were negative somewhere.
+    """
+
+    why_not: str | None
+    following: frozenset[Path] = frozenset()
+    nonnegative: frozenset[Path] = frozenset()
+    negative: frozenset[Path] = frozenset()
+
+
+def try_by_bucket(optimizer: Optimizer, group: dict[str, Any], *, moves_state: bool = False) -> Tried:
+    """Try ``optimizer`` with the settings of ``group``. Neither the optimizer nor its parameters move.
+
+    Args:
+        optimizer: an inner one.
+        group: one of its.
+        moves_state: whether memory of its state comes and goes, too.
     """
     device = group["params"][0].device if group["params"] else torch.device("cpu")
     try:
         with unnoticed(device), torch.no_grad():
-            whole = _run(optimizer, group, device, in_pieces=False)
-            pieces = _run(optimizer, group, device, in_pieces=True)
+            whole = _Run(optimizer, group, device)
+            pieces = _Run(optimizer, group, device, in_pieces=True, moves_state=moves_state)
+            shifted = _Run(optimizer, group, device, shift=_SHIFT) if moves_state else whole
     except NotCopied as error:
-        return f"of which no copy could be tried: {error}"
+        return Tried(f"of which no copy could be tried: {error}")
     except Exception as error:
-        return f"a copy of which raised {error!r} when it was tried"
-    if not all(map(torch.equal, map(_bits, whole), map(_bits, pieces))):
-        return (
+        return Tried(f"a copy of which raised {error!r} when it was tried")
+    if not all(map(torch.equal, map(_bits, whole.values), map(_bits, pieces.values))):
+        return Tried(
             "which ends elsewhere when it is stepped bucket by bucket: one parameter decides about another, or it keeps"
             " their memory"
         )
-    return None
+    following = [
+        path
+        for (number, path), one in whole.state.items()
+        if (number, path) in shifted.state and bool((shifted.state[number, path] - one).abs().mean() > abs(_SHIFT) / 2)
+    ]
+    negative = frozenset(path for _, path in whole.negative | shifted.negative)
+    positive = frozenset(path for _, path in whole.positive | shifted.positive)
+    return Tried(None, frozenset(following), positive - negative, negative)
 
 
-def _run(optimizer: Optimizer, group: dict[str, Any], device: torch.device, *, in_pieces: bool) -> list[Tensor]:
-    """Return where a copy brings two parameters."""
-    reseed(device)
-    has_vectors = not group["params"] or any(param.ndim < 2 for param in group["params"])
-    shapes = _SHAPES if has_vectors else _MATRICES
-    values = [torch.linspace(-1.0, 1.0, math.prod(shape), device=device).view(shape) for shape in shapes]
-    params = [nn.Parameter(value.clone()) for value in values]
-    copied = copy_over(optimizer, group, params)
-    (copied_group,) = copied.param_groups
-    for step in range(_NUM_STEPS):
-        grads = [torch.cos(torch.arange(v.numel(), device=device) * (0.3 + step)).view(v.shape) for v in values]
-        grads = [grad * 3.0**number for number, grad in enumerate(grads)]
-        given = [None if (step, number) == _ABSENT else grad for number, grad in enumerate(grads)]
-        if not in_pieces:
-            for param, grad in zip(params, given, strict=True):
-                param.grad = grad
-            copied.step()
-            continue
-        counters = Counters(copied)
-        for number, (param, grad) in enumerate(zip(params, given, strict=True)):
+class _Run:
+    """A few steps of a copy on two parameters.
+
+    Attributes:
+        values: where it brings them.
+        state: tensors of a parameter's shape after the first step, by number of the parameter and path.
+        negative, positive: which of those, after any step, had such elements.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        device: torch.device,
+        *,
+        in_pieces: bool = False,
+        moves_state: bool = False,
+        shift: float = 0.0,
+    ) -> None:
+        reseed(device)
+        has_vectors = not group["params"] or any(param.ndim < 2 for param in group["params"])
+        shapes = _SHAPES if has_vectors else _MATRICES
+        self.values = [torch.linspace(-1.0, 1.0, math.prod(s), device=device).view(s) + shift for s in shapes]
+        self._params = [nn.Parameter(value.clone()) for value in self.values]
+        self._copied = copy_over(optimizer, group, self._params)
+        self.state: dict[tuple[int, Path], Tensor] = {}
+        self.negative: set[tuple[int, Path]] = set()
+        self.positive: set[tuple[int, Path]] = set()
+        for step in range(_NUM_STEPS):
+            grads = [
+                torch.cos(torch.arange(v.numel(), device=device) * (0.3 + step)).view(v.shape) for v in self.values
+            ]
+            grads = [grad * 3.0**number for number, grad in enumerate(grads)]
+            given = [None if (step, number) == _ABSENT else grad for number, grad in enumerate(grads)]
+            if in_pieces:
+                self._step_in_pieces(given, moves_state=moves_state)
+            else:
+                for param, grad in zip(self._params, given, strict=True):
+                    param.grad = grad
+                self._copied.step()
+                self.values = [param.detach() for param in self._params]
+            self._look(is_first=step == 0)
+
+    def _step_in_pieces(self, grads: Sequence[Tensor | None], *, moves_state: bool) -> None:
+        (copied_group,) = self._copied.param_groups
+        counters = Counters(self._copied)
+        for number, (param, grad) in enumerate(zip(self._params, grads, strict=True)):
             if grad is None:
                 continue
             counters.rewind()
-            memory = values[number].clone()
+            memory = self.values[number].clone()
             param.data, param.grad = memory, grad
+            if moves_state:
+                self._move_state(param)
             copied_group["params"][:] = [param]
-            copied.step()
-            values[number] = param.detach().clone()
+            self._copied.step()
+            self.values[number] = param.detach().clone()
             param.grad = None
-            param.data = torch.full((), math.nan, device=device).expand(memory.shape)
+            param.data = torch.full((), math.nan, device=memory.device).expand(memory.shape)
             memory.fill_(math.nan)
         counters.finish()
-        copied_group["params"][:] = params
-    return values if in_pieces else [param.detach() for param in params]
+        copied_group["params"][:] = self._params
+
+    def _move_state(self, param: Tensor) -> None:
+        """Put the state of ``param`` into other memory, as narrowing does."""
+
+        def move(path: Path, leaf: Any) -> Any:
+            if not may_be_narrow(leaf, path, param.shape, SMALLEST):
+                return leaf
+            moved = leaf.clone()
+            leaf.fill_(math.nan)
+            return moved
+
+        state = self._copied.state.get(param)
+        if isinstance(state, MutableMapping):
+            replace(state, move)
+
+    def _look(self, *, is_first: bool) -> None:
+        for number, param in enumerate(self._params):
+            for path, leaf in leaves(self._copied.state.get(param, {})):
+                if may_be_narrow(leaf, path, param.shape, SMALLEST):
+                    if is_first:
+                        self.state[number, path] = leaf.clone()
+                    self.negative |= {(number, path)} if bool((leaf < 0).any()) else set()
+                    self.positive |= {(number, path)} if bool((leaf > 0).any()) else set()
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fusedopt.inner.narrow_state import is_narrow
 from fusedopt.nested import Path, items_of, leaves, map_leaves
 
 
@@ -62,7 +63,7 @@ def load_in_place(
             for key, loaded in list(opt.state.items()):
                 if key in saved and isinstance(loaded, dict):
                     pairs = ((name, saved[key].get(name), item) for name, item in loaded.items())
-                    loaded = {name: _undo_casts(was, item, is_ours=is_ours) for name, was, item in pairs}
+                    loaded = {name: _undo_casts(was, item, key.device, is_ours=is_ours) for name, was, item in pairs}
                 opt.state[key] = load_into(old_state.get(key), loaded, lambda item: copy.deepcopy(item, memo))
         for group, old in zip(optimizer.param_groups, groups_before, strict=True):
             for name, value in old.items():
@@ -82,12 +83,14 @@ def _hold(value: Any) -> Any:
 
     def hold(_: Path, leaf: Any) -> Any:
         items = items_of(leaf)
-        if items is not None:
+        if items is not None and not is_narrow(leaf):
             return [_hold(item) for _, item in items]
         is_simple = isinstance(leaf, Tensor) or type(leaf) is set or not isinstance(leaf, Iterable)
         return leaf if is_simple else _Held(leaf)
 
     def is_strange(value: Any) -> bool:
+        if is_narrow(value):  # its codes would be cast, and all of them exist in fp32 at once
+            return True
         return not isinstance(value, dict) and type(value) not in (list, tuple, deque)
 
     return map_leaves(hold, value, is_leaf=is_strange)
@@ -99,14 +102,14 @@ def _by_param(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Tensor, 
     return {p: state_dict["state"][n] for n, p in pairs if n in state_dict["state"]}
 
 
-def _undo_casts(saved: Any, loaded: Any, *, is_ours: bool) -> Any:
+def _undo_casts(saved: Any, loaded: Any, device: torch.device, *, is_ours: bool) -> Any:
     """Return what torch made of ``saved``, ``loaded``, without what its policy on load spoils.
 
     It casts every tensor to its parameter's dtype, counts, masks and codes included, which is wanted only for
     floats that a bare bf16 or fp16 optimizer saved; it makes a dict of every mapping; and it rebuilds every iterable
     from a generator, which makes a str that generator's repr.
     """
-    before, after = dict(leaves(saved)), dict(leaves(loaded))
+    before, after = dict(leaves(saved, is_leaf=is_narrow)), dict(leaves(loaded))
 
     def undo(path: Path, _: Any) -> Any:
         was, now = before.get(path), after[path]
@@ -115,11 +118,11 @@ def _undo_casts(saved: Any, loaded: Any, *, is_ours: bool) -> Any:
                 return was.to(now.device)
             return now
         if isinstance(now, _Held):
-            return now.value
+            return {key: t.to(device) for key, t in now.value.items()} if is_narrow(now.value) else now.value
         return was if type(was) is type(now) else now
 
     # Other paths: the class's own __setstate__ changed it.
-    return map_leaves(undo, saved if before.keys() == after.keys() else loaded)
+    return map_leaves(undo, saved if before.keys() == after.keys() else loaded, is_leaf=is_narrow)
 
 
 def load_into(old: Any, new: Any, other: Callable[[Any], Any] = copy.deepcopy) -> Any:

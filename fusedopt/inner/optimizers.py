@@ -23,6 +23,7 @@ from fusedopt._torch_private import STEP_SUPPORTS_AMP_SCALING
 from fusedopt.buffers.bucket import Entry
 from fusedopt.checks import hidden_optimizers
 from fusedopt.inner.hooks import StepGuard, global_step_hooks_muted
+from fusedopt.inner.narrow_state import Narrowing, numbering
 from fusedopt.inner.signatures import requires_closure, step_with, takes_closure
 from fusedopt.inner.stand_ins import StandIns
 from fusedopt.nested import leaves
@@ -103,6 +104,8 @@ class InnerOptimizers:
         """State of all parameters whole, where this rank has it; gone as soon as any of it may have changed."""
         self.set_aside: dict[int, Tensor] = {}
         """main_params that were loaded for parameters still frozen, by ``id``; `Wiring.install` takes them up."""
+        self.narrowing: dict[int, Narrowing] = {}
+        """How the state of each inner optimizer is held between steps, by its number; none: as float32."""
         self.guard: StepGuard | None = None
         self.warned_of: set[type] = set()
         """Classes of which it was said that they are saved as they are."""
@@ -190,6 +193,20 @@ class InnerOptimizers:
                     entry = self.entry_by_param.get(id(self.param_of(main)))
                     lacking += [entry] if entry is not None else []
         return lacking
+
+    def numbers(self) -> dict[int, int]:
+        """Return the number of the first element of each parameter's part, by ``id``; see `numbering`."""
+        return numbering([listed.params for listed in self.listed], self.entry_by_param)
+
+    def narrow_state_of(self, index: int, entries: Sequence[Entry]) -> None:
+        """Narrow what state there is already of ``entries``, of outer group ``index``, where it is held so."""
+        narrowing = self.narrowing.get(self.number_of(index))
+        state: dict[Any, Any] = self.optimizer_of(index).state
+        found = [entry for entry in entries if narrowing is not None and state.get(entry.main_param)]
+        numbers = self.numbers() if found else {}
+        for entry in found:
+            if narrowing is not None and isinstance(state[entry.main_param], dict):
+                state[entry.main_param] = narrowing.narrowed(state[entry.main_param], entry, numbers[id(entry.param)])
 
     def step(
         self,

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fusedopt.buffers.bucket import Entry
 from fusedopt.inner.hooks import StepGuard
+from fusedopt.inner.narrow_state import widened
 from fusedopt.inner.optimizers import Group, InnerOptimizers, Listed
 from fusedopt.inner.plain import refuse_objects
 from fusedopt.nested import Path, map_leaves
@@ -95,6 +96,7 @@ class Wiring:
                         holder.state[main_param] = _cast_state(part, entry.param.dtype, main_param.dtype)
             if entry.bucket.model is not None:
                 inner.listed[index].is_shared = True
+        inner.narrow_state_of(index, entries)
         inner.consolidated = None
         self._list_main_params(index)
 
@@ -126,7 +128,7 @@ class Wiring:
             del inner.param_by_main[id(main_param)]
             for holder in self._holders(inner.optimizer_by_main.pop(id(main_param))):
                 if main_param is not param and main_param in holder.state:
-                    whole = holder.state.pop(main_param)
+                    whole = widened(holder.state.pop(main_param))
                     if main_param.shape == param.shape:
                         holder.state[param] = _cast_state(whole, main_param.dtype, param.dtype)
 

@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-ALIGNMENT = 64
-"""Elements. A parameter starts at a multiple of this: 256 bytes in fp32, 128 in bf16, a cache
-line on every CPU and the alignment that vector loads and NCCL want."""
+ALIGNMENT = 256
+"""Elements. A parameter starts at a multiple of this: a multiple of every cache line, and of the
+alignment that vector loads and NCCL want; and a block of 8-bit state, which a shard then never cuts
+(`ROW_NUMEL` is a multiple, too), so that state has the same bits on any number of ranks."""
 
 ROW_NUMEL = 1024
 """Elements. A shard is a whole number of rows of this many elements, so that a norm can sum row

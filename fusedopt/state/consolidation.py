@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedopt.inner.narrow_state import CODES, is_narrow, unlabelled, widen
 from fusedopt.inner.plain import CONTAINERS_READ, find_objects
 from fusedopt.nested import Path, items_of, leaves, map_leaves
 from fusedopt.sharding.checkpoint_parts import assemble_
@@ -129,6 +130,10 @@ def _describe(value: Any) -> Any:
     """Return state with a `_TensorInfo` for each tensor, sealed where it takes more than builtins to describe it."""
 
     def describe(_: Path, leaf: Any) -> Any:
+        if is_narrow(leaf):  # travels as it is without narrowing
+            found = labelled(leaf[CODES])
+            span, codes = found if found is not None else (None, leaf[CODES])
+            return _TensorInfo(tuple(codes.shape), torch.float32, span)
         found = labelled(leaf)
         if found is not None:
             return _TensorInfo(tuple(found[1].shape), found[1].dtype, found[0])
@@ -136,7 +141,10 @@ def _describe(value: Any) -> Any:
             return _TensorInfo(tuple(leaf.shape), leaf.dtype)
         return _Sealed.of(leaf) if any(find_objects(leaf, "")) else leaf
 
-    return map_leaves(describe, value, is_leaf=lambda v: labelled(v) is not None or type(v) not in CONTAINERS_READ)
+    def is_leaf(value: Any) -> bool:
+        return labelled(value) is not None or is_narrow(value) or type(value) not in CONTAINERS_READ
+
+    return map_leaves(describe, value, is_leaf=is_leaf)
 
 
 def _infos_in(value: Any) -> dict[Path, _TensorInfo]:
@@ -229,6 +237,8 @@ class _Transfer:
                 self._comm.receive_bytes(tensor.view(-1).view(torch.uint8), rank)
             return tensor
         value = _at(self._state, where)
+        if is_narrow(value):
+            value = widen(unlabelled(value))
         found = labelled(value)
         tensor = (found[1] if found is not None else value).detach()
         if rank == self._to:

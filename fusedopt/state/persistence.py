@@ -13,8 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from fusedopt.buffers.flat import Buffers
+from fusedopt.inner.narrow_state import is_narrow, widen
 from fusedopt.inner.optimizers import Group, InnerOptimizers
 from fusedopt.inner.plain import copy_for_hooks
+from fusedopt.nested import Path, map_leaves
 from fusedopt.registration import Registration
 from fusedopt.sharding.checkpoint_parts import checkpoint_wants, loaded_empty_group
 from fusedopt.sharding.comm import DataParallelGroup
@@ -100,6 +102,9 @@ class Persistence:
                 state_dicts.refuse_own_format("parts of it cannot be put together")
                 state_dicts.refuse_objects("parts of it cannot be put together")
                 state = state_dicts.pack_state()
+        if self._inner.narrowing and not self._buffers.sharding.is_sharded:
+            whole = _on_cpu(state_dicts.pack_state()) if to == self._comm.rank else None
+            self._inner.consolidated, self._consolidated_at = whole, self._main_versions()
         if self._buffers.sharding.is_sharded:
             check_alike(self._comm, state_dicts.others())
             self._inner.consolidated = consolidate(self._comm, state, state_dicts.cut, to)
@@ -121,6 +126,16 @@ class Persistence:
         sharding = self._buffers.sharding
         part = f"{sharding.rank} of {sharding.num_shards}" if sharding.is_sharded else None
         return StateDicts(self._inner, groups, self._registration.entries, part)
+
+
+def _on_cpu(state: Any) -> Any:
+    """Return a copy of state on the CPU, with float32 tensors in the place of narrow ones."""
+
+    def copy(_: Path, leaf: Any) -> Any:
+        leaf = widen(leaf) if is_narrow(leaf) else leaf
+        return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(copy, state, is_leaf=is_narrow)
 
 
 def _lost_by_checkpoint(groups: Sequence[Group], state_dict: dict[str, Any]) -> list[bool]:

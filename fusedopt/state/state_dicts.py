@@ -26,9 +26,10 @@ from torch import Tensor
 
 from fusedopt.buffers.bucket import Entry
 from fusedopt.inner.loading import has_own_format, load_in_place
+from fusedopt.inner.narrow_state import CODES, COUNT, is_narrow, unlabelled, why_damaged, widen, widened
 from fusedopt.inner.optimizers import Group, InnerOptimizers
 from fusedopt.inner.plain import find_objects, name_of, refuse_objects
-from fusedopt.nested import leaves
+from fusedopt.nested import Path, leaves, map_leaves
 from fusedopt.sharding.dtensor import place_of
 from fusedopt.sharding.local_state import REMEDY, Cut, label, take
 from fusedopt.state.view import HAS_STATE, checkpoint_state
@@ -93,6 +94,7 @@ class StateDicts:
         self._groups = outer_groups
         self._entries = entries
         self._params = [param for group in outer_groups for param in group["params"]]
+        self._numbered: dict[int, int] = {}
 
     def main_params(self) -> list[Tensor | None]:
         """Return every parameter's main_param where that is a tensor of its own, up to date, by order of the groups."""
@@ -385,7 +387,7 @@ class StateDicts:
         if cut.is_partial and not is_part:
             refuse_objects(saved, f"the saved state of parameter {self._name(index)}", "a rank cannot take its part")
         try:
-            own: dict[str, Any] = take(dict(saved), cut)
+            own: dict[str, Any] = take(self._opened(saved, cut), cut)
         except ValueError as error:
             raise ValueError(f"the state dict does not fit parameter {self._name(index)}: {error}") from None
         entry = self._entries.get(id(param))
@@ -410,9 +412,54 @@ class StateDicts:
                 "dict; needed is torch.float32"
             )
         had_state = own.pop(HAS_STATE, None)
-        if isinstance(had_state, Tensor) and not had_state:  # what was saved beside it were placeholders
-            return {"main_param": main} if main is not None else {}
-        return own
+        if isinstance(had_state, Tensor):
+            if not had_state:  # what was saved beside it were placeholders
+                return {"main_param": main} if main is not None else {}
+            own[COUNT] = int(had_state) - 1
+        return self._held(index, own)
+
+    def _opened(self, saved: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
+        """Return saved state with narrow tensors as this rank can take them: whole ones, of which it has a part, wide.
+
+        Raises:
+            ValueError: for the part of another layout.
+        """
+
+        def open_(_: Path, leaf: Any) -> Any:
+            if not is_narrow(leaf):
+                return leaf
+            own = unlabelled(take(leaf, cut))
+            is_label = own[CODES] is not leaf[CODES]
+            return own if is_label or not (cut.is_partial or cut.region is not None) else widen(own)
+
+        opened: dict[str, Any] = map_leaves(open_, dict(saved), is_leaf=is_narrow)
+        return opened
+
+    def _held(self, index: int, own: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's state of a parameter as it is held between steps here, narrow or not.
+
+        Raises:
+            ValueError: if a narrow tensor in it is damaged.
+        """
+        param = self._params[index]
+        entry, main = self._entries.get(id(param)), self._inner.main_of(param)
+        for path, leaf in leaves(own, is_leaf=is_narrow):
+            why = why_damaged(leaf, main.shape) if is_narrow(leaf) else None
+            if why is not None:
+                raise ValueError(
+                    f"the state dict is damaged: {path[0]!r} of parameter {self._name(index)} {why}. Load another copy"
+                )
+        updater = self._inner.updater_of(main)
+        numbers = [number for number, opt in enumerate(self._inner.optimizers) if opt is updater]
+        narrowing = self._inner.narrowing.get(numbers[0])
+        if narrowing is None or entry is None:
+            return dict(widened(own))
+        main_param = {key: own.pop(key) for key in ("main_param",) if key in own}
+        return {**narrowing.narrowed(own, entry, self._numbers()[id(param)]), **main_param}
+
+    def _numbers(self) -> dict[int, int]:
+        self._numbered = self._numbered or self._inner.numbers()
+        return self._numbered
 
     def unpack(self, checked: Checked) -> None:
         """Load a state dict that `check` accepted, ours or a bare torch optimizer's, into existing storage."""

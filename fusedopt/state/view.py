@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from fusedopt.inner.copies import state_to_come
+from fusedopt.inner.narrow_state import COUNT, widened
 from fusedopt.inner.optimizers import InnerOptimizers
 from fusedopt.sharding.checkpoint_parts import checkpoint_wants
 from fusedopt.sharding.dtensor import is_dtensor
 from fusedopt.sharding.local_state import checkpoint_part, wrap
 
 HAS_STATE = "has_state"
-"""Beside a parameter's state in torch's checkpoints: whether it had any."""
+"""Beside a parameter's state in torch's checkpoints: whether it had any, and how often that was narrowed, plus 1."""
 
 
 class StateView(MutableMapping[Any, Any]):
@@ -67,7 +68,8 @@ def checkpoint_state(inner: InnerOptimizers, param: Any, *, is_template: bool = 
     """
     entry, main = inner.entry_by_param.get(id(param)), inner.main_of(param)
     updater = inner.updater_of(main)
-    state = dict(updater.state.get(main, {}))
+    held = updater.state.get(main, {})
+    state = dict(widened(held))
     if entry is None:
         return state
     name, cut, has_state = entry.slot.name, entry.cut, bool(state)
@@ -87,4 +89,4 @@ def checkpoint_state(inner: InnerOptimizers, param: Any, *, is_template: bool = 
         current = main if is_template and not entry.is_split else entry.up_to_date_main_param()
         state["main_param"] = (main if current is None else current).detach()
     state = wrap(state, param, cut)
-    return state if is_template else {**state, HAS_STATE: torch.tensor(has_state)}
+    return state if is_template else {**state, HAS_STATE: torch.tensor(1 + held.get(COUNT, 0) if has_state else 0)}

@@ -2,9 +2,10 @@
 
     ... -> clip -> [widen -> inner step -> narrow] -> gather
 
-A few main_params of a group are widened into scratch, the inner optimizer steps on these alone, and they are narrowed
-again, by which the model is written, too. Scratch for one such piece exists at any time. Inner optimizers whose
-parameters decide about each other, or that keep views of them, are refused at construction, by trying.
+A few main_params of a group, or their state, or both, are widened into scratch, the inner optimizer steps on these
+alone, and they are narrowed again, by which the model is written, too, where main_params are. Scratch for one such
+piece exists at any time. Inner optimizers whose parameters decide about each other, or that keep views of them, are
+refused at construction, by trying.
 
 What an optimizer counts in its groups, or in itself, it counts once a step: each piece finds the values from before the
 step, and those that the last one leaves stay.
@@ -15,25 +16,30 @@ Knows nothing of ranks, windows or where gradients come from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedopt._torch_private import step_hooks
-from fusedopt.buffers.bucket import Entry
+from fusedopt.buffers.bucket import Entry, answers_late
 from fusedopt.buffers.encodings import why_not_split
 from fusedopt.buffers.flat import Buffers
 from fusedopt.checks import hidden_optimizers
-from fusedopt.inner.bucket_probe import why_not_by_bucket
+from fusedopt.config import MainGradConfig
+from fusedopt.inner.bucket_probe import Tried, try_by_bucket
 from fusedopt.inner.hooks import StepGuard
+from fusedopt.inner.loading import has_own_format
+from fusedopt.inner.narrow_state import Narrowing, Opened
 from fusedopt.inner.optimizers import InnerOptimizers
 from fusedopt.inner.rollback import Counters
 from fusedopt.inner.signatures import requires_closure
 
 PIECE_NUMEL = 2**20
 """Elements that are widened at once, a larger parameter apart: 4 MiB of fp32, which a CPU's cache takes."""
+
+DEVICE_PIECE_NUMEL = 2**25
+"""The same elsewhere: a bucket of 128 MiB, since many small launches would cost more than memory."""
 
 
 def step_by_bucket(
@@ -59,18 +65,25 @@ def step_by_bucket(
         for piece in _pieces_of([inner.entry_by_param[id(p)] for p in listed.params if id(p) in inner.entry_by_param])
     ]
     counters = {id(opt): Counters(opt) for opt in inner.optimizers}
+    numbers = inner.numbers() if inner.narrowing else {}
     scratch: dict[torch.device, Tensor] = {}
+    state_scratch: dict[torch.device, Tensor] = {}
     written: list[Entry] = []
     try:
         for group, entries in pieces:
-            counters[id(inner.optimizer_of(group))].rewind()
+            optimizer = inner.optimizer_of(group)
+            counters[id(optimizer)].rewind()
             split = [entry for entry in entries if entry.is_split]
+            narrowing = inner.narrowing.get(inner.number_of(group))
+            opened = Opened(narrowing, optimizer, entries, numbers, state_scratch) if narrowing is not None else None
             _widen(split, scratch)
             try:
                 inner.step_some(group, entries, grad_scale=grad_scale, found_inf=found_inf)
             finally:
                 for entry in split:
                     entry.narrow()
+                if opened is not None:
+                    opened.close()
             written += split
     finally:
         for counted in counters.values():
@@ -85,8 +98,8 @@ def _refuse_hooks(inner: InnerOptimizers) -> None:
         if any(not isinstance(hook, StepGuard) for hook in hooks):
             raise RuntimeError(
                 f"a step hook of the inner {type(opt).__name__} would run once for each piece of a step that goes "
-                'bucket by bucket (main_param="split"), on main_params that are not all there. Register it on the '
-                "FusedMainGradOptimizer, or take it off"
+                "bucket by bucket (main_param or state_dtype), on main_params that are not all there. Register it on "
+                "the FusedMainGradOptimizer, or take it off"
             )
 
 
@@ -97,7 +110,8 @@ def _pieces_of(members: Sequence[Entry]) -> Iterator[list[Entry]]:
     for entry in members:
         if entry.main_param is None or not entry.has_grad:
             continue
-        is_full = numel + entry.main_param.numel() > PIECE_NUMEL
+        most = DEVICE_PIECE_NUMEL if answers_late(entry.bucket.device) else PIECE_NUMEL
+        is_full = numel + entry.main_param.numel() > most
         if piece and (is_full or entry.bucket.device != piece[0].bucket.device):
             yield piece
             piece, numel, num_pieces = [], 0, num_pieces + 1
@@ -118,24 +132,49 @@ def _widen(entries: list[Entry], scratch: dict[torch.device, Tensor]) -> None:
         entry.widen(wide)
 
 
-def refuse_narrow(main_param: str, named: Sequence[tuple[str, Tensor]], optimizers: Sequence[Optimizer]) -> None:
-    """Refuse what a step that goes bucket by bucket cannot do; see `MainGradConfig.main_param`.
+def steps_by_bucket(config: MainGradConfig) -> bool:
+    """Return whether main_params, or their state, have fp32 values during a step only."""
+    return config.main_param != "float32" or config.state_dtype != "float32"
+
+
+def narrowing_of(
+    config: MainGradConfig, named: Sequence[tuple[str, Tensor]], optimizers: Sequence[Optimizer]
+) -> dict[int, Narrowing]:
+    """Refuse what a step that goes bucket by bucket cannot do, and return how state is held, by number of optimizer.
 
     Raises:
         ValueError: naming the field, and the parameter or the inner optimizer.
     """
-    if main_param == "float32":
-        return
-    for name, param in named:
+    if not steps_by_bucket(config):
+        return {}
+    for name, param in named if config.main_param != "float32" else ():
         if param.dtype is torch.float16 and param.requires_grad:
-            raise ValueError(f'main_param="{main_param}" with parameter {name}: {why_not_split(param.dtype)}')
-    for opt in optimizers:
-        why = _why_all_at_once(opt)
+            raise ValueError(f'main_param="{config.main_param}" with parameter {name}: {why_not_split(param.dtype)}')
+    narrows = config.state_dtype != "float32"
+    found = {}
+    for number, opt in enumerate(optimizers):
+        tried = [] if _why_all_at_once(opt) is not None else _try_settings(opt, moves_state=narrows)
+        why = _why_all_at_once(opt) or next((one.why_not for one in tried if one.why_not is not None), None)
         if why is not None:
+            fields = ("main_param", "state_dtype")
+            given = [f'{name}="{getattr(config, name)}"' for name in fields if getattr(config, name) != "float32"]
             raise ValueError(
-                f'main_param="{main_param}" with {type(opt).__name__}, {why}: all main_params would have to exist at '
-                'once. Use main_param="float32"'
+                f"{' and '.join(given)} with {type(opt).__name__}, {why}: all main_params would have to exist at "
+                f'once. Use {" and ".join(name for name in fields if name in " ".join(given))}="float32"'
             )
+        if narrows and has_own_format(opt):
+            raise ValueError(
+                f'state_dtype="{config.state_dtype}" with {type(opt).__name__}, which has a state dict in a format of '
+                'its own, and would find narrow tensors where it looks for its own. Use state_dtype="float32"'
+            )
+        if narrows:
+            found[number] = Narrowing(
+                config.state_dtype,
+                frozenset().union(*(one.following for one in tried)),
+                frozenset().union(*(one.nonnegative for one in tried))
+                - frozenset().union(*(one.negative for one in tried)),
+            )
+    return found
 
 
 def _why_all_at_once(optimizer: Optimizer) -> str | None:
@@ -146,12 +185,14 @@ def _why_all_at_once(optimizer: Optimizer) -> str | None:
     held = [type(other).__name__ for other in hidden_optimizers(optimizer).values()]
     if held:
         return f"which steps a {held[0]} that it holds"
-    tried: list[Any] = []
-    for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        if repr(settings) not in tried:
-            tried.append(repr(settings))
-            why = why_not_by_bucket(optimizer, group)
-            if why is not None:
-                return why
     return None
+
+
+def _try_settings(optimizer: Optimizer, *, moves_state: bool) -> list[Tried]:
+    """Try each different set of settings of its groups."""
+    tried: dict[str, Tried] = {}
+    for group in optimizer.param_groups:
+        settings = repr({key: value for key, value in group.items() if key not in ("params", "param_names")})
+        if settings not in tried:
+            tried[settings] = try_by_bucket(optimizer, group, moves_state=moves_state)
+    return list(tried.values())

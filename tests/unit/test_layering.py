@@ -46,7 +46,8 @@ TABLE = {
     "reduction": Room(("_torch_private", "sharding", "backends", "buffers", "gradients"), ("torch",)),
     "inner": Room(("_torch_private", "nested", "sharding", "buffers", "checks"), ("torch", "numpy")),
     "step": Room(
-        ("_torch_private", "sharding", "backends", "buffers", "checks", "gradients", "reduction", "inner"), ("torch",)
+        ("_torch_private", "config", "sharding", "backends", "buffers", "checks", "gradients", "reduction", "inner"),
+        ("torch",),
     ),
     "registration": Room(("_torch_private", "buffers", "checks", "gradients", "reduction", "inner"), ("torch",)),
     "state": Room(

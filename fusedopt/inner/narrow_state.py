@@ -1,0 +1,334 @@
+"""Inner state in fewer bytes between steps: bfloat16, or 8 bits; float32 while its parameters are stepped.
+
+    ... -> clip -> [widen -> inner step -> narrow] -> ...
+
+What is narrowed is a float32 tensor of its parameter's shape, of a parameter of at least `SMALLEST` elements, and no
+step count. In an optimizer's state a *narrow* one is a dict of its codes and, of 8 bits, of its scales, so that whoever
+copies, saves or sends state does so as it is. What follows the parameter itself stays float32: a copy of the weights or
+an average of them (schedule-free's z, ASGD's ax), of which 8 bits would be a percent off; the probe tells which.
+
+Rounding is stochastic, by a hash of (seed of the tensor's name, count of narrowings, element): the same on any number
+of ranks, and after a resume, for the count is in the state. Narrowing what was widened gives the same bits, whatever
+the count, so that state that travels as float32 (`consolidate_state_dict`, torch's checkpoints) loses nothing. 8-bit
+blocks are counted from the start of a parameter in memory; a shard never cuts one.
+
+Knows nothing of the step, ranks or files.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fusedopt.buffers.bucket import Entry
+from fusedopt.buffers.encodings import NOISE_ROW, Noise, narrow_bf16_
+from fusedopt.buffers.int8 import BLOCK, decode_int8_, encode_int8_, num_blocks
+from fusedopt.nested import Path, leaves, map_leaves
+from fusedopt.sharding.local_state import labelled
+
+CODES, SCALES, COUNT = "fusedopt.codes", "fusedopt.scales", "fusedopt.narrowings"
+"""Keys: of a narrow tensor, and beside it in the state of its parameter."""
+
+SMALLEST = BLOCK
+"""Elements of a parameter whose state is narrowed; of fewer there is nothing to gain."""
+
+
+def is_narrow(value: Any) -> bool:
+    """Return whether ``value`` is what a tensor of state becomes between steps."""
+    return type(value) is dict and CODES in value
+
+
+def widen(narrow: Mapping[str, Tensor], wide: Tensor | None = None) -> Tensor:
+    """Return the float32 tensor of ``narrow``, in its memory order; in ``wide``, if that is given."""
+    codes = narrow[CODES]
+    wide = torch.empty_like(codes, dtype=torch.float32) if wide is None else wide
+    if codes.dtype is torch.bfloat16:
+        return wide.copy_(codes)
+    decode_int8_(_flat(codes), narrow[SCALES], _flat(wide), is_signed=codes.dtype is torch.int8)
+    return wide
+
+
+def widened(state: Any) -> Any:
+    """Return state of one parameter as it would be without narrowing: float32 tensors, new ones, and no count."""
+    made = map_leaves(lambda _, leaf: widen(leaf) if is_narrow(leaf) else leaf, state, is_leaf=is_narrow)
+    if isinstance(made, MutableMapping):
+        made.pop(COUNT, None)
+    return made
+
+
+def unlabelled(narrow: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a narrow tensor without what `label` put around the tensors of a slice."""
+    return {key: (labelled(value) or (None, value))[1] for key, value in narrow.items()}
+
+
+def why_damaged(narrow: Mapping[str, Any], shape: torch.Size) -> str | None:
+    """Return why ``narrow``, which was loaded, is no narrow tensor of ``shape``; None where it is."""
+    codes, scales = narrow[CODES], narrow.get(SCALES)
+    if not isinstance(codes, Tensor) or codes.shape != shape:
+        return f"has codes of shape {tuple(getattr(codes, 'shape', ()))}, needed is {tuple(shape)}"
+    if codes.dtype is torch.bfloat16:
+        return None
+    if codes.dtype not in (torch.int8, torch.uint8):
+        return f"has codes of {codes.dtype}, needed is torch.bfloat16, int8 or uint8"
+    if not isinstance(scales, Tensor) or scales.shape != (num_blocks(codes.numel()),):
+        found = tuple(getattr(scales, "shape", ()))
+        return f"has scales of shape {found}, needed is {(num_blocks(codes.numel()),)}"
+    return None
+
+
+def may_be_narrow(value: Any, path: Path, part: torch.Size, whole_numel: int) -> bool:
+    """Return whether a leaf of state is a float32 tensor of its parameter's shape, and worth narrowing.
+
+    Args:
+        value: the leaf.
+        path: of it, in its parameter's state.
+        part: shape of the main_param.
+        whole_numel: elements of the parameter, of which that may be a part.
+    """
+    return (
+        isinstance(value, Tensor)
+        and value.dtype is torch.float32
+        and value.shape == part
+        and whole_numel >= SMALLEST
+        and "step" not in path
+    )
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """How the state of one inner optimizer is held between steps.
+
+    Args:
+        dtype: as `MainGradConfig.state_dtype`; not ``"float32"``.
+        wide: paths in a parameter's state that stay float32.
+        nonnegative: paths whose values never are negative.
+    """
+
+    dtype: str
+    wide: frozenset[Path] = frozenset()
+    nonnegative: frozenset[Path] = frozenset()
+
+    def takes(self, value: Any, path: Path, entry: Entry) -> bool:
+        """Return whether a leaf of the state of ``entry`` is narrowed."""
+        main = entry.main_param
+        return main is not None and path not in self.wide and may_be_narrow(value, path, main.shape, entry.slot.numel)
+
+    def fits(self, narrow: Mapping[str, Tensor], path: Path) -> bool:
+        """Return whether ``narrow`` is held as this would hold it."""
+        return path not in self.wide and narrow[CODES].dtype is self._codes_dtype(path)
+
+    def _codes_dtype(self, path: Path) -> torch.dtype:
+        if self.dtype == "bfloat16":
+            return torch.bfloat16
+        return torch.uint8 if path in self.nonnegative else torch.int8
+
+    def narrow(
+        self, wide: Tensor, path: Path, noise: Noise, first: int, into: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Return what ``wide`` becomes.
+
+        Args:
+            wide: float32.
+            path: of it, in its parameter's state.
+            noise: of a range that holds these elements.
+            first: number of its first element, as the noise counts.
+            into: what it was narrowed into before, if it was; filled again, where that fits.
+        """
+        dtype = self._codes_dtype(path)
+        if into is not None and into[CODES].shape == wide.shape and into[CODES].dtype is dtype:
+            narrow = dict(into)
+        else:
+            narrow = {CODES: torch.empty_like(wide, dtype=dtype)}
+            if dtype is not torch.bfloat16:
+                narrow[SCALES] = torch.empty(num_blocks(wide.numel()), device=wide.device)
+        codes = narrow[CODES]
+        if wide.stride() != codes.stride():
+            wide = torch.empty_like(codes, dtype=torch.float32).copy_(wide)
+        if dtype is torch.bfloat16:
+            narrow_bf16_(_flat(wide), _flat(codes), noise=noise, first=first)
+        else:
+            is_signed = dtype is torch.int8
+            encode_int8_(_flat(wide), _flat(codes), narrow[SCALES], is_signed=is_signed, noise=noise, first=first)
+        return narrow
+
+    def narrowed(self, state: Mapping[Any, Any], entry: Entry, first: int) -> dict[Any, Any]:
+        """Return saved state, as it is held: narrow where it was wide, and the other way round.
+
+        Args:
+            state: of ``entry``, this rank's part. Read.
+            entry: the parameter.
+            first: number of the first element of the part; see `numbering`.
+        """
+        count = _count_of(state)
+
+        def hold(path: Path, leaf: Any) -> Any:
+            if is_narrow(leaf):
+                if self.fits(leaf, path):
+                    return leaf
+                leaf = widen(leaf)
+            if not self.takes(leaf, path, entry):
+                return leaf
+            return self.narrow(leaf, path, _noise(path, count, first, leaf.numel(), leaf.device), first)
+
+        held = {key: map_leaves(hold, value, is_leaf=is_narrow, path=(key,)) for key, value in state.items()}
+        if not any(is_narrow(leaf) for _, leaf in leaves(held, is_leaf=is_narrow)):
+            held.pop(COUNT, None)
+        return held
+
+
+def numbering(groups: Sequence[Sequence[Tensor]], entries: Mapping[int, Entry]) -> dict[int, int]:
+    """Return the number of the first element of every entry's part, by ``id`` of the model parameter.
+
+    Parameters are counted as they stand in the groups, frozen ones included, each from a multiple of `NOISE_ROW` on:
+    so it depends neither on ranks nor on buckets.
+
+    Args:
+        groups: model parameters, by group.
+        entries: the trainable ones, by ``id``.
+    """
+    numbers, start = {}, 0
+    for param in (param for params in groups for param in params):
+        entry = entries.get(id(param))
+        if entry is not None and entry.part is not None:
+            numbers[id(param)] = start + _rows_before(entry) + entry.part.start
+        start += -(-param.numel() // NOISE_ROW) * NOISE_ROW
+    return numbers
+
+
+def _rows_before(entry: Entry) -> int:
+    """Return how many elements of a DTensor lie before its local part, where that is a block of rows."""
+    region, local = entry.cut.region, entry.slot.shape
+    if region is None or any(region[1][1:]) or tuple(region[0][1:]) != tuple(local[1:]):
+        return 0
+    return region[1][0] * local[1:].numel() if len(local) else 0
+
+
+@dataclass
+class _Opened:
+    entry: Entry
+    first: int
+    state: MutableMapping[Any, Any]
+    count: int = 0
+    narrow: dict[Path, dict[str, Tensor]] = field(default_factory=dict)
+
+
+class Opened:
+    """The state of a few main_params, float32 until `close`.
+
+    Args:
+        narrowing: how it is held.
+        optimizer: the inner one.
+        entries: that it updates here.
+        numbers: from `numbering`.
+        scratch: by device: float32, 1-D, which this may make longer; in use until `close`.
+    """
+
+    def __init__(
+        self,
+        narrowing: Narrowing,
+        optimizer: Optimizer,
+        entries: Sequence[Entry],
+        numbers: Mapping[int, int],
+        scratch: dict[torch.device, Tensor],
+    ) -> None:
+        self._narrowing = narrowing
+        self._optimizer = optimizer
+        self._opened = [_Opened(entry, numbers[id(entry.param)], {}) for entry in entries]
+        for opened in self._opened:
+            state = self._state_of(opened.entry)
+            if state:
+                opened.state, opened.count = state, _count_of(state)
+                state.pop(COUNT, None)
+                opened.narrow = {p: leaf for p, leaf in leaves(state, is_leaf=is_narrow) if is_narrow(leaf)}
+        memory = _wide_for([narrow for opened in self._opened for narrow in opened.narrow.values()], scratch)
+        for opened in self._opened:
+            wide = {path: widen(narrow, next(memory)) for path, narrow in opened.narrow.items()}
+            replace(opened.state, functools.partial(_instead, wide))
+
+    def _state_of(self, entry: Entry) -> MutableMapping[Any, Any]:
+        states: Mapping[Any, Any] = self._optimizer.state
+        state = states.get(entry.main_param)
+        return state if isinstance(state, MutableMapping) else {}
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Narrow what the step left."""
+        for opened in self._opened:
+            opened.state = self._state_of(opened.entry)
+        noises: dict[tuple[Path, int], Noise] = {}
+
+        def noise_of(path: Path, count: int, device: torch.device) -> Noise:
+            if (path, count) not in noises:
+                alike = [opened for opened in self._opened if opened.count == count]
+                first = min(opened.first for opened in alike)
+                end = max(o.first + o.entry.main_param.numel() for o in alike if o.entry.main_param is not None)
+                noises[path, count] = _noise(path, count, first, end - first, device)
+            return noises[path, count]
+
+        for opened in self._opened:
+            was_narrowed = False
+
+            def hold(path: Path, leaf: Any, opened: _Opened = opened) -> Any:
+                nonlocal was_narrowed
+                if not self._narrowing.takes(leaf, path, opened.entry):
+                    return leaf
+                was_narrowed = True
+                noise = noise_of(path, opened.count, leaf.device)
+                return self._narrowing.narrow(leaf, path, noise, opened.first, opened.narrow.get(path))
+
+            replace(opened.state, hold)
+            if was_narrowed:
+                opened.state[COUNT] = opened.count + 1
+
+
+def _instead(wide: Mapping[Path, Tensor], path: Path, leaf: Any) -> Any:
+    return wide.get(path, leaf)
+
+
+def _count_of(state: Mapping[Any, Any]) -> int:
+    count = state.get(COUNT, 0)
+    return count if type(count) is int else 0
+
+
+def replace(state: MutableMapping[Any, Any], act: Callable[[Path, Any], Any]) -> None:
+    """Put what ``act`` makes of each leaf in its place; a container inside is made anew where that changes something.
+
+    Args:
+        state: of one parameter. Written.
+        act: gets the path and the leaf; a narrow tensor is one.
+    """
+    for key, value in list(state.items()):
+        made = map_leaves(act, value, is_leaf=is_narrow, path=(key,))
+        pairs = zip(leaves(made, is_leaf=is_narrow), leaves(value, is_leaf=is_narrow), strict=True)
+        if any(new is not old for (_, new), (_, old) in pairs):
+            state[key] = made
+
+
+def _noise(path: Path, count: int, first: int, numel: int, device: torch.device) -> Noise:
+    return Noise(zlib.crc32(repr(path).encode()), count, first, max(1, numel), device)
+
+
+def _wide_for(narrow: Sequence[Mapping[str, Tensor]], scratch: dict[torch.device, Tensor]) -> Iterator[Tensor]:
+    """Yield a float32 tensor for each, in memory that is scratch."""
+    if not narrow:
+        return
+    device = narrow[0][CODES].device
+    sizes = [-(-item[CODES].numel() // BLOCK) * BLOCK for item in narrow]
+    if device not in scratch or scratch[device].numel() < sum(sizes):
+        scratch[device] = torch.empty(sum(sizes), device=device)
+    start = 0
+    for item, size in zip(narrow, sizes, strict=True):
+        yield scratch[device].as_strided(item[CODES].shape, item[CODES].stride(), start)
+        start += size
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the memory of ``tensor``, which has no gaps, in its order."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
