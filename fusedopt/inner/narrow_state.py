@@ -130,27 +130,29 @@ class Narrowing:
         return torch.uint8 if path in self.nonnegative else torch.int8
 
     def narrow(
-        self, wide: Tensor, path: Path, noise: Noise, first: int, into: Mapping[str, Tensor] | None = None
+        self, wide: Tensor, path: Path, entry: Entry, noise: Noise, first: int, into: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Return what ``wide`` becomes.
+        """Return what ``wide`` becomes, in the parameter's memory order.
 
         Args:
-            wide: float32.
+            wide: float32, in any memory order.
             path: of it, in its parameter's state.
+            entry: the parameter.
             noise: of a range that holds these elements.
             first: number of its first element, as the noise counts.
             into: what it was narrowed into before, if it was; filled again, where that fits.
         """
         dtype = self._codes_dtype(path)
-        if into is not None and into[CODES].shape == wide.shape and into[CODES].dtype is dtype:
+        strides = entry.slot.strides if wide.shape == entry.slot.shape else (1,)
+        if into is not None and into[CODES].dtype is dtype and into[CODES].stride() == strides:
             narrow = dict(into)
         else:
-            narrow = {CODES: torch.empty_like(wide, dtype=dtype)}
+            narrow = {CODES: torch.empty_strided(wide.shape, strides, dtype=dtype, device=wide.device)}
             if dtype is not torch.bfloat16:
                 narrow[SCALES] = torch.empty(num_blocks(wide.numel()), device=wide.device)
         codes = narrow[CODES]
-        if wide.stride() != codes.stride():
-            wide = torch.empty_like(codes, dtype=torch.float32).copy_(wide)
+        if wide.stride() != strides:
+            wide = torch.empty_strided(wide.shape, strides, dtype=wide.dtype, device=wide.device).copy_(wide)
         if dtype is torch.bfloat16:
             narrow_bf16_(_flat(wide), _flat(codes), noise=noise, first=first)
         else:
@@ -175,7 +177,7 @@ class Narrowing:
                 leaf = widen(leaf)
             if not self.takes(leaf, path, entry):
                 return leaf
-            return self.narrow(leaf, path, _noise(path, count, first, leaf.numel(), leaf.device), first)
+            return self.narrow(leaf, path, entry, _noise(path, count, first, leaf.numel(), leaf.device), first)
 
         held = {key: map_leaves(hold, value, is_leaf=is_narrow, path=(key,)) for key, value in state.items()}
         if not any(is_narrow(leaf) for _, leaf in leaves(held, is_leaf=is_narrow)):
@@ -281,7 +283,7 @@ class Opened:
                     return leaf
                 was_narrowed = True
                 noise = noise_of(path, opened.count, leaf.device)
-                return self._narrowing.narrow(leaf, path, noise, opened.first, opened.narrow.get(path))
+                return self._narrowing.narrow(leaf, path, opened.entry, noise, opened.first, opened.narrow.get(path))
 
             replace(opened.state, hold)
             if was_narrowed:

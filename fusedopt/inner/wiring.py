@@ -127,6 +127,8 @@ class Wiring:
                 continue
             del inner.param_by_main[id(main_param)]
             for holder in self._holders(inner.optimizer_by_main.pop(id(main_param))):
+                if main_param is param and inner.narrowing and param in holder.state:
+                    holder.state[param] = widened(holder.state[param])
                 if main_param is not param and main_param in holder.state:
                     whole = widened(holder.state.pop(main_param))
                     if main_param.shape == param.shape:

@@ -31,7 +31,7 @@ from fusedopt.inner.optimizers import Group, InnerOptimizers
 from fusedopt.inner.plain import find_objects, name_of, refuse_objects
 from fusedopt.nested import Path, leaves, map_leaves
 from fusedopt.sharding.dtensor import place_of
-from fusedopt.sharding.local_state import REMEDY, Cut, label, take
+from fusedopt.sharding.local_state import REMEDY, Cut, label, labelled, take
 from fusedopt.state.view import HAS_STATE, checkpoint_state
 
 FORMAT = 1
@@ -428,9 +428,10 @@ class StateDicts:
         def open_(_: Path, leaf: Any) -> Any:
             if not is_narrow(leaf):
                 return leaf
-            own = unlabelled(take(leaf, cut))
-            is_label = own[CODES] is not leaf[CODES]
-            return own if is_label or not (cut.is_partial or cut.region is not None) else widen(own)
+            if labelled(leaf[CODES]) is not None:
+                take(leaf[CODES], cut)  # raises
+                return unlabelled(leaf)
+            return widen(leaf) if cut.is_partial or cut.region is not None else leaf
 
         opened: dict[str, Any] = map_leaves(open_, dict(saved), is_leaf=is_narrow)
         return opened
