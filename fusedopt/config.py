@@ -172,7 +172,8 @@ class MainGradConfig:
         shard: what is split over the ranks: "none", "optimizer" (ZeRO-1) or "gradients" (ZeRO-2).
         shard_by: cut at any "element" or keep each "parameter" whole; "auto" tries the inner optimizer.
         main_param: how fp32 main_params of bf16 parameters are held: whole ("float32"), or as the parameter and 16
-            more bits ("split"), which takes 2 bytes a parameter less and keeps every bit.
+            more bits ("split"), which takes 2 bytes a parameter less and keeps every bit, or 8 ("split24"), which
+            takes 3 less and keeps 24 bits, rounded stochastically.
         state_dtype: what inner state of a parameter's shape is between steps: "float32", or "bfloat16" or "int8",
             rounded stochastically; a step widens it, bucket by bucket.
         bucket_mib: bucket size in MiB of fp32 elements: 1 is 2**18 elements, 4096 (the most) is 2**30.
@@ -200,7 +201,9 @@ class MainGradConfig:
         default="none", metadata=_about("what is split over the ranks", ("none", "optimizer", "gradients"))
     )
     shard_by: str = field(default="auto", metadata=_about("where a shard may cut", ("auto", "element", "parameter")))
-    main_param: str = field(default="float32", metadata=_about("how fp32 main_params are held", ("float32", "split")))
+    main_param: str = field(
+        default="float32", metadata=_about("how fp32 main_params are held", ("float32", "split", "split24"))
+    )
     state_dtype: str = field(
         default="float32",
         metadata=_about("what inner state is held as between steps", ("float32", "bfloat16", "int8")),

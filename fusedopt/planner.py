@@ -15,7 +15,7 @@ from fusedopt.sharding.layout import BucketPlan, ParamSpec, Span, intersect, pla
 MAIN_NBYTES = 4
 """Of one fp32 element: main_grad, main_param."""
 
-MAIN_PARAM_NBYTES = {"float32": 4, "split": 2}
+MAIN_PARAM_NBYTES = {"float32": 4, "split": 2, "split24": 1}
 """Of a main_param's element beside the model's, by the setting ``main_param``."""
 
 
@@ -77,7 +77,7 @@ def cost(
         world_size: ranks that share the buckets.
         rank: of them.
         num_micro_batches: backwards in a window.
-        main_param: ``"float32"`` or ``"split"``; fp32 and fp16 models cannot be split.
+        main_param: ``"float32"``, ``"split"`` or ``"split24"``; fp32 and fp16 models cannot be split.
 
     The wire: with W ranks an all-reduce of n bytes sends 2 (W-1)/W n from each rank, a reduce-scatter or an
     all-gather (W-1)/W n, which are the lower bounds (Chan et al., Collective communication, 2007).

@@ -78,7 +78,7 @@ _FOLLOW: dict[Holds | Place, tuple[Holds | Place, ...]] = {
 """What may come next."""
 
 
-_LARGEST_LOW = torch.iinfo(torch.int16).max
+_LOW_DTYPES = {"split": torch.int16, "split24": torch.int8}
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Bucket:
             of its own.
         is_rounded: whether the model holds fewer digits than main_params.
         main: main_params of this rank's part, where the model is rounded and they are held whole.
-        low: what rounding took from them, int16, where they are held as the model and this; see `encodings`.
+        low: what rounding took from them, int16 or int8, where they are held as the model and this; see `encodings`.
         model: model parameters of the whole bucket, under a shard.
         domain: over which ranks its elements lie, beside data-parallel ones (DTensor parameters); else None.
         has_unsent: whether a gradient arrived that was not sent to other ranks yet.
@@ -164,9 +164,10 @@ class Bucket:
             self.grad = self.zeros(plan.numel)
             self.grad_part = self.grad[self.span.start : self.span.end]
         self.is_rounded = self.dtype is not like.dtype
-        is_split = main_param != "float32" and self.is_rounded
-        self.main = self.zeros(self.span.numel) if self.is_rounded and not is_split else None
-        self.low = torch.zeros(self.span.numel, dtype=torch.int16, device=like.device) if is_split else None
+        low_dtype = _LOW_DTYPES.get(main_param) if self.is_rounded else None
+        self.main = self.zeros(self.span.numel) if self.is_rounded and low_dtype is None else None
+        has_low = low_dtype is not None
+        self.low = torch.zeros(self.span.numel, dtype=low_dtype, device=like.device) if has_low else None
         self.model = torch.zeros(plan.numel, dtype=like.dtype, device=like.device) if sharding.is_sharded else None
         self.has_unsent = False
         self.holds = Holds.NOTHING if self.is_lending else Holds.SUM
@@ -555,8 +556,13 @@ class Entry:
 
     @property
     def is_split(self) -> bool:
-        """Whether main_param is held as the model's value and what rounding took from it."""
+        """Whether main_param is held as the model's value and what rounding took from it, or some of that."""
         return self.low_part is not None
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether main_param loses digits between steps, by rounding that needs noise."""
+        return self.low_part is not None and self.low_part.dtype is torch.int8
 
     def widen(self, scratch: Tensor) -> None:
         """Give a split main_param its values, in ``scratch``: fp32, ``[numel]`` of this rank's part. For one step."""
@@ -572,17 +578,22 @@ class Entry:
         model, low = self._flat_model(), _flat(self.low_part)
         if answers_late(wide.device):  # nobody waits for a device in a step
             encodings.clear_impossible_(model, low)
-        encodings.join_(model, low, wide)
+        encodings.put_together_(model, low, wide)
         # Edited to 0 through `.data`, for one: what is left would make it nan.
         if not answers_late(wide.device) and not bool(torch.isfinite(wide).all()):
             encodings.repair_(model, low)
-            encodings.join_(model, low, wide)
+            encodings.put_together_(model, low, wide)
 
-    def narrow(self) -> None:
-        """Round a main_param that was widened into the model, and keep what that takes from it."""
+    def narrow(self, noise: encodings.Noise | None = None, first: int = 0) -> None:
+        """Round a main_param that was widened into the model, and keep what that takes from it, or 8 bits of that.
+
+        Args:
+            noise: for these 8 bits.
+            first: number of the part's first element, as the noise counts.
+        """
         if self.low_part is None or self.main_param is None:
             return
-        self._split(self._in_order(self.main_param.detach()))
+        self._split(self._in_order(self.main_param.detach()), noise, first)
         self.main_param.data = _nans_like(self.low_part, self.bucket.dtype)
 
     def repair(self) -> None:
@@ -597,14 +608,15 @@ class Entry:
         encodings.repair_(model, low)
         if self.loaded_ties is not None:
             places, lower = self.loaded_ties
-            low[places] = torch.where(model[places].view(torch.int16) == lower, _LARGEST_LOW, low[places])
+            largest = torch.iinfo(low.dtype).max
+            low[places] = torch.where(model[places].view(torch.int16) == lower, largest, low[places])
             self.loaded_ties = None
 
-    def _split(self, wide: Tensor) -> None:
+    def _split(self, wide: Tensor, noise: encodings.Noise | None, first: int) -> None:
         if self.low_part is None:
             return
         model = self._flat_model()
-        encodings.split_(wide, model, _flat(self.low_part))
+        encodings.cut_(wide, model, _flat(self.low_part), noise=noise, first=first)
         if model.data_ptr() != self.model_part.data_ptr():
             self.model_part.copy_(_shaped(model, self.low_part))
 
@@ -659,7 +671,8 @@ class Entry:
         if self.loaded_ties is not None:
             places, lower = self.loaded_ties
             flat, is_lower = _flat(value).view(torch.int32), self._flat_model()[places].view(torch.int16) == lower
-            flat[places] = torch.where(is_lower, (lower.to(torch.int32) << 16) + _LARGEST_LOW, flat[places])
+            largest = torch.iinfo(low.dtype).max << (16 - torch.iinfo(low.dtype).bits)
+            flat[places] = torch.where(is_lower, (lower.to(torch.int32) << 16) + largest, flat[places])
         return value
 
     @torch.no_grad()
@@ -668,11 +681,11 @@ class Entry:
         if self.low_part is not None:
             low = self.low_part
             wide = torch.empty_strided(low.shape, low.stride(), dtype=self.bucket.dtype, device=low.device).copy_(value)
-            flat = _flat(wide)
-            encodings.split_(flat, torch.empty_like(flat, dtype=self.param.dtype), _flat(low))
-            bits = flat.view(torch.int32)
-            ties = ((bits & 0xFFFF) == 0x8000).nonzero().view(-1)
-            self.loaded_ties = (ties, (bits[ties] >> 16).to(torch.int16)) if ties.numel() else None
+            flat, flat_low = _flat(wide), _flat(low)
+            model = torch.empty_like(flat, dtype=self.param.dtype)
+            encodings.cut_(flat, model, flat_low)
+            ties = (flat_low == torch.iinfo(low.dtype).min).nonzero().view(-1)
+            self.loaded_ties = (ties, model[ties].view(torch.int16) - 1) if ties.numel() else None
         elif self.main_param is not None:
             self.main_param.copy_(value)
         self.forget_agreement()

@@ -164,6 +164,22 @@ def join24_(model: Tensor, low: Tensor, main: Tensor) -> None:
         main[part].copy_(model[part]).view(torch.int32).add_(low[part], alpha=256)
 
 
+def cut_(main: Tensor, model: Tensor, low: Tensor, *, noise: Noise | None = None, first: int = 0) -> None:
+    """Cut ``main`` by `split_` or `split24_`, as ``low``, int16 or int8, has room for; see there."""
+    if low.dtype is torch.int16:
+        split_(main, model, low)
+    else:
+        split24_(main, model, low, noise=noise, first=first)
+
+
+def put_together_(model: Tensor, low: Tensor, main: Tensor) -> None:
+    """Undo `cut_`, but for its rounding."""
+    if low.dtype is torch.int16:
+        join_(model, low, main)
+    else:
+        join24_(model, low, main)
+
+
 def repair_(model: Tensor, low: Tensor) -> None:
     """Clear what is left of the old value where weights were edited from outside to 0 (of either sign), inf or nan.
 

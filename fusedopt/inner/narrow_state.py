@@ -36,6 +36,8 @@ from fusedopt.sharding.local_state import labelled
 CODES, SCALES, COUNT = "fusedopt.codes", "fusedopt.scales", "fusedopt.narrowings"
 """Keys: of a narrow tensor, and beside it in the state of its parameter."""
 
+_MAIN_PARAM: Path = ("main_param",)
+
 SMALLEST = BLOCK
 """Elements of a parameter whose state is narrowed; of fewer there is nothing to gain."""
 
@@ -106,7 +108,8 @@ class Narrowing:
     """How the state of one inner optimizer is held between steps.
 
     Args:
-        dtype: as `MainGradConfig.state_dtype`; not ``"float32"``.
+        dtype: as `MainGradConfig.state_dtype`; of ``"float32"`` nothing is narrowed, and steps are counted where
+            main_params lose digits.
         wide: paths in a parameter's state that stay float32.
         nonnegative: paths whose values never are negative.
     """
@@ -118,11 +121,13 @@ class Narrowing:
     def takes(self, value: Any, path: Path, entry: Entry) -> bool:
         """Return whether a leaf of the state of ``entry`` is narrowed."""
         main = entry.main_param
-        return main is not None and path not in self.wide and may_be_narrow(value, path, main.shape, entry.slot.numel)
+        if self.dtype == "float32" or main is None or path in self.wide:
+            return False
+        return may_be_narrow(value, path, main.shape, entry.slot.numel)
 
     def fits(self, narrow: Mapping[str, Tensor], path: Path) -> bool:
         """Return whether ``narrow`` is held as this would hold it."""
-        return path not in self.wide and narrow[CODES].dtype is self._codes_dtype(path)
+        return self.dtype != "float32" and path not in self.wide and narrow[CODES].dtype is self._codes_dtype(path)
 
     def _codes_dtype(self, path: Path) -> torch.dtype:
         if self.dtype == "bfloat16":
@@ -180,7 +185,7 @@ class Narrowing:
             return self.narrow(leaf, path, entry, _noise(path, count, first, leaf.numel(), leaf.device), first)
 
         held = {key: map_leaves(hold, value, is_leaf=is_narrow, path=(key,)) for key, value in state.items()}
-        if not any(is_narrow(leaf) for _, leaf in leaves(held, is_leaf=is_narrow)):
+        if not (entry.is_lossy or any(is_narrow(leaf) for _, leaf in leaves(held, is_leaf=is_narrow))):
             held.pop(COUNT, None)
         return held
 
@@ -222,7 +227,7 @@ class _Opened:
 
 
 class Opened:
-    """The state of a few main_params, float32 until `close`.
+    """The state of a few main_params, float32 until `close`, which narrows main_params that are split, too.
 
     Args:
         narrowing: how it is held.
@@ -242,6 +247,7 @@ class Opened:
     ) -> None:
         self._narrowing = narrowing
         self._optimizer = optimizer
+        self._noises: dict[tuple[Path, int], Noise] = {}
         self._opened = [_Opened(entry, numbers[id(entry.param)], {}) for entry in entries]
         for opened in self._opened:
             state = self._state_of(opened.entry)
@@ -264,30 +270,39 @@ class Opened:
         """Narrow what the step left."""
         for opened in self._opened:
             opened.state = self._state_of(opened.entry)
-        noises: dict[tuple[Path, int], Noise] = {}
-
-        def noise_of(path: Path, count: int, device: torch.device) -> Noise:
-            if (path, count) not in noises:
-                alike = [opened for opened in self._opened if opened.count == count]
-                first = min(opened.first for opened in alike)
-                end = max(o.first + o.entry.main_param.numel() for o in alike if o.entry.main_param is not None)
-                noises[path, count] = _noise(path, count, first, end - first, device)
-            return noises[path, count]
-
-        for opened in self._opened:
-            was_narrowed = False
+            was_narrowed = self._narrow_main_param(opened)
 
             def hold(path: Path, leaf: Any, opened: _Opened = opened) -> Any:
                 nonlocal was_narrowed
                 if not self._narrowing.takes(leaf, path, opened.entry):
                     return leaf
                 was_narrowed = True
-                noise = noise_of(path, opened.count, leaf.device)
+                noise = self._noise_of(path, opened.count, leaf.device)
                 return self._narrowing.narrow(leaf, path, opened.entry, noise, opened.first, opened.narrow.get(path))
 
             replace(opened.state, hold)
             if was_narrowed:
                 opened.state[COUNT] = opened.count + 1
+                states: MutableMapping[Any, Any] = self._optimizer.state
+                states.setdefault(opened.entry.main_param, opened.state)  # of an inner optimizer that keeps none
+
+    def _narrow_main_param(self, opened: _Opened) -> bool:
+        """Narrow the main_param, where it is split; return whether that lost digits."""
+        entry = opened.entry
+        if entry.is_lossy:
+            entry.narrow(self._noise_of(_MAIN_PARAM, opened.count, entry.bucket.device), opened.first)
+        else:
+            entry.narrow()
+        return entry.is_lossy
+
+    def _noise_of(self, path: Path, count: int, device: torch.device) -> Noise:
+        """Return the noise of all parameters that were narrowed ``count`` times."""
+        if (path, count) not in self._noises:
+            alike = [opened for opened in self._opened if opened.count == count]
+            first = min(opened.first for opened in alike)
+            end = max(o.first + o.entry.main_param.numel() for o in alike if o.entry.main_param is not None)
+            self._noises[path, count] = _noise(path, count, first, end - first, device)
+        return self._noises[path, count]
 
 
 def _instead(wide: Mapping[Path, Tensor], path: Path, leaf: Any) -> Any:

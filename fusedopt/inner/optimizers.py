@@ -105,7 +105,7 @@ class InnerOptimizers:
         self.set_aside: dict[int, Tensor] = {}
         """main_params that were loaded for parameters still frozen, by ``id``; `Wiring.install` takes them up."""
         self.narrowing: dict[int, Narrowing] = {}
-        """How the state of each inner optimizer is held between steps, by its number; none: as float32."""
+        """How the state of each inner optimizer is held between steps, by its number; none: whole steps."""
         self.guard: StepGuard | None = None
         self.warned_of: set[type] = set()
         """Classes of which it was said that they are saved as they are."""
@@ -193,6 +193,11 @@ class InnerOptimizers:
                     entry = self.entry_by_param.get(id(self.param_of(main)))
                     lacking += [entry] if entry is not None else []
         return lacking
+
+    @property
+    def has_narrow_state(self) -> bool:
+        """Whether state is in fewer bytes between steps."""
+        return any(narrowing.dtype != "float32" for narrowing in self.narrowing.values())
 
     def numbers(self) -> dict[int, int]:
         """Return the number of the first element of each parameter's part, by ``id``; see `numbering`."""

@@ -102,7 +102,7 @@ class Persistence:
                 state_dicts.refuse_own_format("parts of it cannot be put together")
                 state_dicts.refuse_objects("parts of it cannot be put together")
                 state = state_dicts.pack_state()
-        if self._inner.narrowing and not self._buffers.sharding.is_sharded:
+        if self._inner.has_narrow_state and not self._buffers.sharding.is_sharded:
             whole = _on_cpu(state_dicts.pack_state()) if to == self._comm.rank else None
             self._inner.consolidated, self._consolidated_at = whole, self._main_versions()
         if self._buffers.sharding.is_sharded:

@@ -413,9 +413,9 @@ class StateDicts:
             )
         had_state = own.pop(HAS_STATE, None)
         if isinstance(had_state, Tensor):
-            if not had_state:  # what was saved beside it were placeholders
-                return {"main_param": main} if main is not None else {}
-            own[COUNT] = int(had_state) - 1
+            if had_state <= 0:  # what was saved beside it were placeholders
+                own = {"main_param": main} if main is not None else {}
+            own[COUNT] = abs(int(had_state)) - int(had_state > 0)
         return self._held(index, own)
 
     def _opened(self, saved: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
@@ -472,6 +472,10 @@ class StateDicts:
                 part = self._part_for(number, checked)
             load_in_place(opt, part, is_ours=checked.is_ours, held=self._inner.held[number])
         self.set_main_params([own.get("main_param") for own in checked.state.values()])
+        for index, own in checked.state.items():
+            if own.get(COUNT):  # apart: inner optimizers take a state that is not empty for all that they keep
+                main = self._inner.main_of(self._params[index])
+                self._inner.updater_of(main).state[main][COUNT] = own[COUNT]
         for index, outer in enumerate(self._groups):
             inner = self._inner.group(index)
             outer.update({key: value for key, value in inner.items() if key != "params"})
@@ -489,7 +493,7 @@ class StateDicts:
                 here = [i for i in indices if self._inner.main_of(self._params[i]) is not None]
                 groups.append({**saved_group, "params": [first + i for i in here]})
                 for i in here:
-                    inner_state = {key: value for key, value in checked.state[i].items() if key != "main_param"}
+                    inner_state = {k: value for k, value in checked.state[i].items() if k not in ("main_param", COUNT)}
                     if inner_state:
                         state[first + i] = inner_state
         return {"state": {**state, **others}, "param_groups": groups}

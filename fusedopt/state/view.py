@@ -18,7 +18,7 @@ from fusedopt.sharding.dtensor import is_dtensor
 from fusedopt.sharding.local_state import checkpoint_part, wrap
 
 HAS_STATE = "has_state"
-"""Beside a parameter's state in torch's checkpoints: whether it had any, and how often that was narrowed, plus 1."""
+"""Beside a parameter's state in torch's checkpoints: how often it was narrowed; plus 1, or negative if it had none."""
 
 
 class StateView(MutableMapping[Any, Any]):
@@ -88,5 +88,8 @@ def checkpoint_state(inner: InnerOptimizers, param: Any, *, is_template: bool = 
     if entry.is_rounded:
         current = main if is_template and not entry.is_split else entry.up_to_date_main_param()
         state["main_param"] = (main if current is None else current).detach()
-    state = wrap(state, param, cut)
-    return state if is_template else {**state, HAS_STATE: torch.tensor(1 + held.get(COUNT, 0) if has_state else 0)}
+    state = dict(wrap(state, param, cut))
+    if is_template:
+        return state
+    count = held.get(COUNT, 0)
+    return {**state, HAS_STATE: torch.tensor(1 + count if has_state else -count)}

@@ -65,7 +65,7 @@ def step_by_bucket(
         for piece in _pieces_of([inner.entry_by_param[id(p)] for p in listed.params if id(p) in inner.entry_by_param])
     ]
     counters = {id(opt): Counters(opt) for opt in inner.optimizers}
-    numbers = inner.numbers() if inner.narrowing else {}
+    numbers = inner.numbers()
     scratch: dict[torch.device, Tensor] = {}
     state_scratch: dict[torch.device, Tensor] = {}
     written: list[Entry] = []
@@ -74,16 +74,13 @@ def step_by_bucket(
             optimizer = inner.optimizer_of(group)
             counters[id(optimizer)].rewind()
             split = [entry for entry in entries if entry.is_split]
-            narrowing = inner.narrowing.get(inner.number_of(group))
-            opened = Opened(narrowing, optimizer, entries, numbers, state_scratch) if narrowing is not None else None
+            narrowing = inner.narrowing[inner.number_of(group)]
+            opened = Opened(narrowing, optimizer, entries, numbers, state_scratch)
             _widen(split, scratch)
             try:
                 inner.step_some(group, entries, grad_scale=grad_scale, found_inf=found_inf)
             finally:
-                for entry in split:
-                    entry.narrow()
-                if opened is not None:
-                    opened.close()
+                opened.close()
             written += split
     finally:
         for counted in counters.values():
@@ -167,13 +164,10 @@ def narrowing_of(
                 f'state_dtype="{config.state_dtype}" with {type(opt).__name__}, which has a state dict in a format of '
                 'its own, and would find narrow tensors where it looks for its own. Use state_dtype="float32"'
             )
-        if narrows:
-            found[number] = Narrowing(
-                config.state_dtype,
-                frozenset().union(*(one.following for one in tried)),
-                frozenset().union(*(one.nonnegative for one in tried))
-                - frozenset().union(*(one.negative for one in tried)),
-            )
+        following = {path for one in tried for path in one.following}
+        nonnegative = {path for one in tried for path in one.nonnegative}
+        negative = {path for one in tried for path in one.negative}
+        found[number] = Narrowing(config.state_dtype, frozenset(following), frozenset(nonnegative - negative))
     return found
 
 

@@ -23,17 +23,17 @@ SETTINGS = [
     ("gradients", "element"),
     ("gradients", "parameter"),
 ]
-DTYPES = ("bfloat16", "int8")
+HELD = (("bfloat16", "split"), ("int8", "split24"), ("float32", "split24"))
 SHAPES = ((37, 50), (700,), (300, 41), (5,), (257,))
 
 
-def make(state_dtype, shard, shard_by, seed=0, **more):
+def make(held, shard, shard_by, seed=0, **more):
     torch.manual_seed(seed)
     params = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in SHAPES] + [nn.Parameter(torch.randn(1100))]
     groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.1}]
     inner = torch.optim.AdamW(groups, lr=1e-2)
-    settings = {"shard": shard, "shard_by": shard_by, "bucket_mib": 1, "main_param": "split", **more}
-    return params, fusedopt.FusedMainGradOptimizer(inner, state_dtype=state_dtype, **settings)
+    settings = {"shard": shard, "shard_by": shard_by, "bucket_mib": 1, **more}
+    return params, fusedopt.FusedMainGradOptimizer(inner, state_dtype=held[0], main_param=held[1], **settings)
 
 
 def train(params, optimizer, steps, rank=0, world_size=1, num_ranks=1):
@@ -68,44 +68,44 @@ def assert_same(expected, got):
             assert value == got[key], key
 
 
-def on_ranks(rank, state_dtype, shard, shard_by, world_size):
-    params, optimizer = make(state_dtype, shard, shard_by)
+def on_ranks(rank, held, shard, shard_by, world_size):
+    params, optimizer = make(held, shard, shard_by)
     train(params, optimizer, range(5), rank, world_size)
-    held = [leaf for _, leaf in leaves(dict(optimizer.state), is_leaf=is_narrow) if is_narrow(leaf)]
-    return whole_state(optimizer), [param.detach().clone() for param in params], len(held)
+    narrow = [leaf for _, leaf in leaves(dict(optimizer.state), is_leaf=is_narrow) if is_narrow(leaf)]
+    return whole_state(optimizer), [param.detach().clone() for param in params], len(narrow)
 
 
-def alone(rank, state_dtype, num_ranks):
+def alone(rank, held, num_ranks):
     group = [torch.distributed.new_group([other]) for other in range(torch.distributed.get_world_size())][rank]
-    params, optimizer = make(state_dtype, "none", "auto", process_group=group)
+    params, optimizer = make(held, "none", "auto", process_group=group)
     train(params, optimizer, range(5), num_ranks=num_ranks)
     return whole_state(optimizer), [param.detach().clone() for param in params]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("state_dtype", DTYPES)
-def test_every_layout_has_the_bits_of_one_process(state_dtype, world_size):
-    expected, models = run(alone, 2, state_dtype, world_size, reuses=True)[0]
+@pytest.mark.parametrize("held", HELD)
+def test_every_layout_has_the_bits_of_one_process(held, world_size):
+    expected, models = run(alone, 2, held, world_size, reuses=True)[0]
     for shard, shard_by in SETTINGS if world_size == 2 else SETTINGS[1:4:2]:
-        ranks = run(on_ranks, world_size, state_dtype, shard, shard_by, world_size, reuses=world_size == 2)
+        ranks = run(on_ranks, world_size, held, shard, shard_by, world_size, reuses=world_size == 2)
         assert_same(expected, ranks[0][0])
         for _, weights, num_held in ranks:
             assert all(map(torch.equal, weights, models))
-            assert num_held
+            assert bool(num_held) is (held[0] != "float32")
 
 
-def on_three(rank, state_dtype):
+def on_three(rank, held):
     found = []
     for shard, shard_by in SETTINGS:
-        params, optimizer = make(state_dtype, shard, shard_by)
+        params, optimizer = make(held, shard, shard_by)
         train(params, optimizer, range(5), rank, 3)
         found.append((whole_state(optimizer), [param.detach().clone() for param in params]))
     return found
 
 
-@pytest.mark.parametrize("state_dtype", DTYPES)
-def test_every_layout_of_three_ranks_has_the_same_bits(state_dtype):
-    ranks = run(on_three, 3, state_dtype)
+@pytest.mark.parametrize("held", HELD)
+def test_every_layout_of_three_ranks_has_the_same_bits(held):
+    ranks = run(on_three, 3, held)
     for state, weights in ranks[0][1:]:
         assert_same(ranks[0][0][0], state)
         assert all(map(torch.equal, weights, ranks[0][0][1]))
@@ -113,8 +113,8 @@ def test_every_layout_of_three_ranks_has_the_same_bits(state_dtype):
 
 def resume(rank, saved_as, loaded_as, route, folder):
     """Return whole state of a run that went on, and of one that loaded what it had saved."""
-    state_dtype, *source = saved_as
-    params, optimizer = make(state_dtype, *source)
+    held, *source = saved_as
+    params, optimizer = make(held, *source)
     train(params, optimizer, range(2), rank, 2)
     again, target = make(*loaded_as, seed=1)
     if route == "torch":
@@ -150,18 +150,18 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("state_dtype", DTYPES)
+@pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize(("source", "target", "route"), CASES)
-def test_a_run_resumes_in_any_layout_in_the_same_bits(source, target, route, state_dtype, tmp_path):
-    saved_as, loaded_as = (state_dtype, *source), (state_dtype, *target)
+def test_a_run_resumes_in_any_layout_in_the_same_bits(source, target, route, held, tmp_path):
+    saved_as, loaded_as = (held, *source), (held, *target)
     expected, got = run(resume, 2, saved_as, loaded_as, route, tmp_path, reuses=True)[0]
     assert_same(expected, got)
 
 
 def refuse_another_layout(rank):
-    params, optimizer = make("int8", "optimizer", "element")
+    params, optimizer = make(("int8", "split"), "optimizer", "element")
     train(params, optimizer, range(2), rank, 2)
-    _, target = make("int8", "optimizer", "parameter")
+    _, target = make(("int8", "split"), "optimizer", "parameter")
     before = copy.deepcopy(target.state_dict()["state"])
     with pytest.raises((ValueError, RuntimeError), match=r"is part . of 2 of a sharded optimizer's state"):
         target.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -172,7 +172,7 @@ def test_the_part_of_another_layout_is_refused():
     run(refuse_another_layout, 2)
 
 
-def under_an_engine(rank, engine, state_dtype, folder):
+def under_an_engine(rank, engine, held, folder):
     """Return local state of a run that went on, and of one that loaded what it saved by torch's checkpoints."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "parts"))
     found = []
@@ -186,7 +186,7 @@ def under_an_engine(rank, engine, state_dtype, folder):
             parallelize_module(net, mesh["parts"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         inner = torch.optim.AdamW(net.parameters(), lr=1e-2)
         more = {} if engine == "FSDP2" else {"device_mesh": mesh["replicas"]}
-        optimizer = fusedopt.FusedMainGradOptimizer(inner, main_param="split", state_dtype=state_dtype, **more)
+        optimizer = fusedopt.FusedMainGradOptimizer(inner, main_param=held[1], state_dtype=held[0], **more)
 
         def steps(numbers, net=net, optimizer=optimizer):
             for number in numbers:
@@ -215,13 +215,13 @@ def local_of(value):
     return (value.to_local() if hasattr(value, "to_local") else value).clone()
 
 
-@pytest.mark.parametrize("state_dtype", DTYPES)
+@pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("engine", ["FSDP2", "tensor parallel"])
-def test_under_torchs_engines_it_is_narrow_and_resumes_in_the_same_bits(engine, state_dtype, tmp_path):
-    for rank, (expected, got) in enumerate(run(under_an_engine, 2, engine, state_dtype, tmp_path)):
+def test_under_torchs_engines_it_is_narrow_and_resumes_in_the_same_bits(engine, held, tmp_path):
+    for rank, (expected, got) in enumerate(run(under_an_engine, 2, engine, held, tmp_path)):
         names = {path[-1] for _, path in expected}
         assert {CODES, COUNT} <= names
-        assert (SCALES in names) is (state_dtype == "int8")
+        assert (SCALES in names) is (held[0] == "int8")
         assert expected.keys() == got.keys()
         for key, value in expected.items():
             if torch.is_tensor(value):
