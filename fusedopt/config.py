@@ -176,6 +176,10 @@ class MainGradConfig:
             takes 3 less and keeps 24 bits, rounded stochastically.
         state_dtype: what inner state of a parameter's shape is between steps: "float32", or "bfloat16" or "int8",
             rounded stochastically; a step widens it, bucket by bucket.
+        release: "backward" steps a bucket inside backward, as soon as its gradients are complete, and frees their
+            memory; for one process, and one backward a step.
+        clip_by: which norm `max_grad_norm` clips by: of the "current" step, or the "previous" one, which alone is known
+            where gradients are released.
         bucket_mib: bucket size in MiB of fp32 elements: 1 is 2**18 elements, 4096 (the most) is 2**30.
         overlap_grad_reduce: start a bucket's reduction inside backward, at its last gradient.
         overlap_param_gather: let gathers finish under the next forward; needs a shard.
@@ -208,6 +212,8 @@ class MainGradConfig:
         default="float32",
         metadata=_about("what inner state is held as between steps", ("float32", "bfloat16", "int8")),
     )
+    release: str = field(default="none", metadata=_about("when gradients give their memory back", ("none", "backward")))
+    clip_by: str = field(default="current", metadata=_about("which step's norm clips", ("current", "previous")))
     bucket_mib: int = field(
         default=128, metadata=_about("bucket size in MiB of fp32 elements", range(1, _MAX_BUCKET_MIB + 1))
     )
@@ -383,9 +389,28 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
             yield "shard_by", "shard", f"nothing is cut, {remedy} shard_by"
         if values.get("overlap_param_gather"):
             yield "overlap_param_gather", "shard", f"nothing is gathered, {remedy} overlap_param_gather"
+    if values.get("release") == "backward":
+        yield from _beside_release(values)
+    elif values.get("clip_by") == "previous" and values.get("release") == "none":
+        yield "clip_by", "release", "the norm of the step itself is known; drop clip_by, or set release='backward'"
     if values.get("gradient_average") is False and values.get("gradient_accumulation_steps") == 1:
         remedy = "needed more than one micro-batch; set that, or drop gradient_average"
         yield "gradient_average", "gradient_accumulation_steps", f"nothing is averaged, {remedy}"
+
+
+def _beside_release(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield what cannot be where a bucket steps as soon as it is complete."""
+    if values.get("gradient_accumulation_steps", 1) > 1:
+        problem = "a bucket steps after one backward; needed 1: larger batches by recomputation, or release='none'"
+        yield "gradient_accumulation_steps", "release", problem
+    if values.get("max_grad_norm") is not None and values.get("clip_by") == "current":
+        problem = "the first bucket steps before the norm is known; set clip_by='previous', or drop max_grad_norm"
+        yield "max_grad_norm", "release", problem
+    if values.get("nonfinite") == "raise":
+        problem = "other buckets have stepped by then; needed 'skip', which leaves out such buckets, or 'ignore'"
+        yield "nonfinite", "release", problem
+    if values.get("shard", "none") != "none":
+        yield "shard", "release", "gradients are released on one process only; drop one of both"
 
 
 def _coerce(spec: Field[Any], value: Any) -> Any:

@@ -54,10 +54,12 @@ from fusedopt.sharding.channel import Kind
 from fusedopt.sharding.comm import DataParallelGroup
 from fusedopt.sharding.replicas import start_alike
 from fusedopt.state.persistence import Persistence
+from fusedopt.state.state_dicts import KEY
 from fusedopt.state.view import StateView
 from fusedopt.step.bucket_step import narrowing_of, step_by_bucket, steps_by_bucket
 from fusedopt.step.closures import Closures
 from fusedopt.step.fused_step import step_fused
+from fusedopt.step.release import Release, refuse_release
 
 Closure = Callable[[], Any]
 
@@ -65,7 +67,17 @@ MIB_NUMEL = 2**20 // 4
 """fp32 elements in one MiB."""
 
 _GONE_WHEN_UNWRAPPED = (
-    *("_inner", "_buffers", "_arrival", "_registration", "_closures", "_gather", "_reducer", "_persistence"),
+    *(
+        "_inner",
+        "_buffers",
+        "_arrival",
+        "_registration",
+        "_closures",
+        "_gather",
+        "_reducer",
+        "_persistence",
+        "_release",
+    ),
     "_state",
 )
 
@@ -125,6 +137,10 @@ class FusedMainGradOptimizer(Optimizer):
             for wrapper in held:
                 wrapper._agree_with_inner()
             is_fsdp = check_engines(all_named(optimizers), config.shard)
+            if config.release == "backward":
+                refuse_release(
+                    all_named(optimizers), is_alone=comm.world_size == 1 and norm_group is None and not is_fsdp
+                )
             _check_backend(config.backend, all_named(optimizers))
             shard_by = ShardBy(inner_optimizers, config.shard_by)
             shard_by.check(is_sharded=is_sharded)
@@ -148,7 +164,10 @@ class FusedMainGradOptimizer(Optimizer):
         self.config = config
         self._comm = comm
         self._inner = inner
-        self._buffers = Buffers(config.backend, config.bucket_mib * MIB_NUMEL, sharding, config.main_param)
+        is_released = config.release == "backward"
+        self._buffers = Buffers(
+            config.backend, config.bucket_mib * MIB_NUMEL, sharding, config.main_param, is_released=is_released
+        )
         self._window = window = Window(config.gradient_accumulation_steps)
         self._reducer = Reducer(
             comm,
@@ -159,7 +178,9 @@ class FusedMainGradOptimizer(Optimizer):
             on_lost=window.restart,
             lacking_state=inner.lacking_state,
         )
-        self._arrival = Arrival(self._buffers, self._reducer.arrived if comm.world_size > 1 else None)
+        self._release = Release(self._buffers, inner, config, self._before_release)
+        listener = self._release.arrived if is_released else self._reducer.arrived if comm.world_size > 1 else None
+        self._arrival = Arrival(self._buffers, listener)
         self._gather = Gather(comm, self._buffers, overlap=config.overlap_param_gather)
         self._clip = Clip(self._buffers, comm, config.max_grad_norm, config.nonfinite)
         self._closures = Closures(inner, self._buffers, self._clip, comm)
@@ -183,7 +204,7 @@ class FusedMainGradOptimizer(Optimizer):
             self._retire("was never finished: wrapping it failed")
             raise
         watch_compiler(self._buffers)
-        if sharding.is_sharded:
+        if sharding.is_sharded or is_released:
             stock_clip.watch(self._buffers)
 
     # -- parameters and groups
@@ -319,6 +340,12 @@ class FusedMainGradOptimizer(Optimizer):
                 self._window.check_flush(self._arrival.num_arrivals)
             return self._take_over()
 
+        if self._buffers.is_released:
+            self._prepare()
+            norm, was_skipped = self._release.finish()
+            self._clip.note(norm, was_skipped=was_skipped)
+            self._inner.agree(self.param_groups)
+            return
         self._reduce(Kind.STEP, num_micro_batches, prepare)
         try:
             scaling = self._clip_gradients(num_micro_batches)
@@ -329,6 +356,12 @@ class FusedMainGradOptimizer(Optimizer):
         finally:
             self._window.end(self._arrival.num_arrivals)
             self._reducer.window_ended()
+
+    def _before_release(self) -> None:
+        """Bring all up to date before the first bucket of a backward steps."""
+        self._registration.follow(self.param_groups)
+        self._buffers.check_views()
+        self._take_over()
 
     def _prepare(self) -> None:
         """Bring main_grad up to date, and raise on anything that was replaced or edited since wrapping."""
@@ -483,6 +516,7 @@ class FusedMainGradOptimizer(Optimizer):
         self._registration.follow(self.param_groups)
         if self._window.num_pending == 0:
             super().zero_grad(set_to_none)
+            self._release.cleared()
             if set_to_none:
                 self._reducer.cleared()
             else:
@@ -507,6 +541,11 @@ class FusedMainGradOptimizer(Optimizer):
             TypeError, ValueError: naming the value, for what is no limit or no norm; nothing was changed.
             RuntimeError: as `step`.
         """
+        if self._buffers.is_released:
+            raise RuntimeError(
+                'clip_grad_norm_() with release="backward": buckets have stepped, and their gradients are gone. Set '
+                'max_grad_norm and clip_by="previous", or use release="none"'
+            )
         window, limit, order = self._window, math.inf, 2.0
 
         def prepare() -> bool:
@@ -556,6 +595,12 @@ class FusedMainGradOptimizer(Optimizer):
         return False
 
     def _before_scaled_step(self, scaler: GradScaler) -> None:
+        if self._buffers.is_released:
+            raise RuntimeError(
+                'GradScaler does not go with release="backward": buckets stepped inside backward with gradients that '
+                "were multiplied by its scale, so the weights are spoilt. Train in bfloat16, which needs none, or use "
+                'release="none", and start from the last checkpoint'
+            )
         if self._window.is_merging:
             raise RuntimeError(
                 f"GradScaler does not go with gradient_accumulation_steps={self._window.num_micro_batches}: it would "
@@ -624,6 +669,8 @@ class FusedMainGradOptimizer(Optimizer):
         self._agree_with_inner()
         self._arrival.fold_assigned()
         state_dict = self._persistence.state_dict(self.param_groups)
+        if self._release.last_norm is not None and KEY in state_dict:
+            state_dict[KEY]["last_norm"] = self._release.last_norm
         for post_hook in post_hooks.values():
             replaced = post_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
@@ -650,6 +697,7 @@ class FusedMainGradOptimizer(Optimizer):
             return copied
 
         self._persistence.load(self.param_groups, state_dict, run_pre_hooks)
+        self._release.last_norm = dict(state_dict.get(KEY, {})).get("last_norm")
         for post_hook in post_hooks.values():
             post_hook(self)
 
@@ -742,6 +790,7 @@ class FusedMainGradOptimizer(Optimizer):
             "unfrozen": list(self._registration.unfrozen),
             "main_params": self._persistence.copied_main_params(self.param_groups),
             "skipped_steps": self._clip.skips.total(),
+            "last_norm": self._release.last_norm,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -762,6 +811,7 @@ class FusedMainGradOptimizer(Optimizer):
         self._registration.wiring.take_state(state["inner"])
         self._persistence.restore_main_params(self.param_groups, state["main_params"])
         self._clip.skips.restore(state["skipped_steps"])
+        self._release.last_norm = state["last_norm"]
 
     def __getattr__(self, name: str) -> Any:
         """Fall through to the first inner optimizer that has the attribute."""

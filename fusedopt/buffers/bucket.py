@@ -122,9 +122,10 @@ class Bucket:
         sharding: which part of it this rank updates.
         backend: a `Backend`; does the work on its tensors.
         main_param: as in `MainGradConfig`.
+        is_released: whether it steps inside backward, after which its gradients are gone (``release="backward"``).
 
     Attributes:
-        is_lending: whether whole main_grads exist only while gradients arrive (``shard="gradients"``).
+        is_lending: whether whole main_grads exist only while gradients arrive (``shard="gradients"``, or released).
         grad: main_grad of the whole bucket, fp32 (fp64 for fp64), ``[numel]``; under ``"gradients"`` only while lent.
         grad_part: what this rank updates with; a view of ``grad``, except under ``"gradients"``, where it is a tensor
             of its own.
@@ -146,6 +147,8 @@ class Bucket:
         sharding: Sharding,
         backend: Any,
         main_param: str = "float32",
+        *,
+        is_released: bool = False,
     ) -> None:
         self.index = index
         self.group = group
@@ -156,9 +159,12 @@ class Bucket:
         self.dtype = MAIN_DTYPES[like.dtype]
         self.device = like.device
         self.span = plan.shard_span(sharding.rank) if sharding.is_sharded else Span(0, plan.numel)
-        self.is_lending = sharding.is_lending
+        self.is_released = is_released
+        self.is_lending = sharding.is_lending or is_released
         self.grad: Tensor | None = None
-        if self.is_lending:
+        if self.is_released:
+            self.grad_part = self.zeros(0)
+        elif self.is_lending:
             self.grad_part = self.zeros(self.span.numel)
         else:
             self.grad = self.zeros(plan.numel)
@@ -208,6 +214,10 @@ class Bucket:
         """Return the whole gradient buffer, making one of zeros where there is none."""
         if self.grad is None:
             self.grad = self.zeros(self.plan.numel)
+            if self.is_released:
+                self.grad_part = self.grad
+                for entry in self.entries:
+                    entry.note_grad_part()
         return self.grad
 
     def take_back(self) -> Tensor | None:
@@ -216,6 +226,10 @@ class Bucket:
         if grad is not None:
             for entry in self.entries:
                 entry.slot.forget(entry.param)
+                if self.is_released:
+                    entry.grad_part = None
+        if self.is_released:
+            self.grad_part = self.zeros(0)
         return grad
 
     def release(self) -> None:
@@ -226,7 +240,7 @@ class Bucket:
 
     def nbytes(self) -> dict[str, int]:
         """Return bytes by kind, as allocated."""
-        grad = self.grad_part.nbytes if self.is_lending else 0
+        grad = self.grad_part.nbytes if self.is_lending and not self.is_released else 0
         return {
             "main_grad": grad + (self.grad.nbytes if self.grad is not None else 0),
             "main_param": sum(held.nbytes for held in (self.main, self.low) if held is not None),
@@ -494,7 +508,7 @@ class Entry:
             self.move_into(model)
         if self.part is None:
             return
-        self.grad_part = self._part_of(bucket.grad_part, bucket.span.start)
+        self.note_grad_part()
         if model is not None:
             self.model_part = self._part_of(model, 0)
         if bucket.main is not None:
@@ -506,6 +520,12 @@ class Entry:
             self.main_param = _main_param(self.model_part, None, self.param)
         else:
             self.main_param = self.param
+
+    def note_grad_part(self) -> None:
+        """Find the gradient of the elements that this rank updates, where there is memory for it."""
+        bucket = self.bucket
+        if self.part is not None and not (bucket.is_released and bucket.grad is None):
+            self.grad_part = self._part_of(bucket.grad_part, bucket.span.start)
 
     def _part_of(self, flat: Tensor, origin: int) -> Tensor:
         """Return the part's elements in ``flat``, whose first element is element ``origin`` of the bucket."""

@@ -33,14 +33,22 @@ class Buffers:
         bucket_numel: elements; see `plan_buckets`.
         sharding: how buckets are split over ranks.
         main_param: as in `MainGradConfig`.
+        is_released: whether buckets step inside backward; see `Bucket`.
     """
 
     def __init__(
-        self, backend: str, bucket_numel: int, sharding: Sharding | None = None, main_param: str = "float32"
+        self,
+        backend: str,
+        bucket_numel: int,
+        sharding: Sharding | None = None,
+        main_param: str = "float32",
+        *,
+        is_released: bool = False,
     ) -> None:
         self._backend = backend
         self._main_param = main_param
         self._bucket_numel = bucket_numel
+        self.is_released = is_released
         self.sharding = sharding or Sharding()
         self.buckets: list[Bucket] = []
         self.entries: list[Entry] = []
@@ -75,7 +83,8 @@ class Buffers:
         for plan in plan_buckets(specs, self._bucket_numel, self.sharding.num_shards, shard_by):
             like = named_params[plan.placements[0].index][1]
             backend = backends[like.dtype, like.device]
-            bucket = Bucket(len(self.buckets), group, plan, like, self.sharding, backend, self._main_param)
+            number, released = len(self.buckets), self.is_released
+            bucket = Bucket(number, group, plan, like, self.sharding, backend, self._main_param, is_released=released)
             self.buckets.append(bucket)
             self.has_fused_step = self.has_fused_step or backend.fused_step_ is not None
             for placement in plan.placements:
@@ -239,16 +248,20 @@ class Buffers:
         return self._sample
 
     @torch.no_grad()
-    def write_back(self, *, everything: bool = False, done: Iterable[Entry] = ()) -> None:
+    def write_back(
+        self, entries: Iterable[Entry] | None = None, *, everything: bool = False, done: Iterable[Entry] = ()
+    ) -> None:
         """Round main_params into their model parameters, bumping the version of each one written.
 
         Under a shard this rank's parts are written, and the rest is the gather's.
 
         Args:
+            entries: of these; default: of all.
             everything: also those that have no gradient and were not seen to change.
             done: entries whose step wrote the model parameter, too.
         """
-        written = [e for e in self.entries if everything or e.has_grad or e.was_stepped]
+        among = self.entries if entries is None else entries
+        written = [e for e in among if everything or e.has_grad or e.was_stepped]
         is_done = {e.number for e in done}
         rounded = [e for e in written if e.is_rounded and e.number not in is_done]
         for backend, entries in _by_backend((e.bucket.backend, e) for e in rounded):

@@ -213,6 +213,11 @@ class Clip:
             return num_addends / clip_coefficient(self.norm.float(), self._max_norm), found_inf
         return (None if num_addends == 1 else torch.full_like(found_inf, num_addends)), found_inf
 
+    def note(self, norm: Tensor | None, *, was_skipped: bool) -> None:
+        """Note the norm of a step that was made elsewhere, and whether some of it was left out."""
+        self.norm = norm
+        self.skips.note(was_skipped)
+
     def _describe_nonfinite(self) -> str:
         parts = [(entry.slot.name, entry.grad_part) for entry in self._buffers.with_grad()]
         found = [name for name, part in parts if part is not None and not bool(torch.isfinite(part).all())]

@@ -101,6 +101,12 @@ def _refuse(name: str, tensors: Sequence[Any]) -> None:
             found = [e for e in buffers.entries if e.slot.is_reduced]
         if not found:
             continue
+        if buffers.is_released:
+            raise RuntimeError(
+                f"torch.nn.utils.{name.lstrip('_')} was given parameter {found[0].slot.name} of an optimizer with "
+                'release="backward": its bucket steps inside backward, so there is nothing left to clip. Set '
+                'max_grad_norm and clip_by="previous", or use release="none"'
+            )
         others = f" and {len(found) - 1} other(s)" if len(found) > 1 else ""
         raise RuntimeError(
             f"torch.nn.utils.{name.lstrip('_')} was given parameter {found[0].slot.name}{others} of an optimizer with "

@@ -42,49 +42,89 @@ DEVICE_PIECE_NUMEL = 2**25
 """The same elsewhere: a bucket of 128 MiB, since many small launches would cost more than memory."""
 
 
-def step_by_bucket(
-    inner: InnerOptimizers, buffers: Buffers, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
-) -> list[Entry]:
-    """Step the inner optimizers on all main_params that have a gradient.
+class BucketStep:
+    """One step of the inner optimizers, made of several calls.
 
     Args:
         inner: the wrapped optimizers.
         buffers: gradients, main_params and models.
-        grad_scale: as in `InnerOptimizers.step`.
-        found_inf: as in `InnerOptimizers.step`.
-
-    Returns:
-        The entries whose model parameters were written.
     """
-    _refuse_hooks(inner)
-    inner.consolidated = None
-    buffers.is_stepping = True
-    pieces = [
-        (index, piece)
-        for index, listed in enumerate(inner.listed)
-        for piece in _pieces_of([inner.entry_by_param[id(p)] for p in listed.params if id(p) in inner.entry_by_param])
-    ]
-    counters = {id(opt): Counters(opt) for opt in inner.optimizers}
-    numbers = inner.numbers()
-    scratch: dict[torch.device, Tensor] = {}
-    state_scratch: dict[torch.device, Tensor] = {}
-    written: list[Entry] = []
-    try:
-        for group, entries in pieces:
-            optimizer = inner.optimizer_of(group)
-            counters[id(optimizer)].rewind()
+
+    def __init__(self, inner: InnerOptimizers, buffers: Buffers) -> None:
+        _refuse_hooks(inner)
+        inner.consolidated = None
+        self._inner = inner
+        self._counters = {id(opt): Counters(opt) for opt in inner.optimizers}
+        self._numbers = inner.numbers()
+        self._scratch: dict[torch.device, Tensor] = {}
+        self._state_scratch: dict[torch.device, Tensor] = {}
+        self._touched: set[int] = set()
+        buffers.is_stepping = True
+
+    def step(
+        self,
+        group: int,
+        members: Sequence[Entry],
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> list[Entry]:
+        """Step those of ``members``, of outer group ``group``, that have a gradient, in their order, piece by piece.
+
+        Args:
+            group: number of the outer group.
+            members: of it.
+            grad_scale: as in `InnerOptimizers.step`.
+            found_inf: as in `InnerOptimizers.step`.
+
+        Returns:
+            The entries whose model parameters were written.
+        """
+        inner, written = self._inner, []
+        optimizer, narrowing = inner.optimizer_of(group), inner.narrowing[inner.number_of(group)]
+        self._touched.add(group)
+        for entries in _pieces_of(members):
+            self._counters[id(optimizer)].rewind()
             split = [entry for entry in entries if entry.is_split]
-            narrowing = inner.narrowing[inner.number_of(group)]
-            opened = Opened(narrowing, optimizer, entries, numbers, state_scratch)
-            _widen(split, scratch)
+            opened = Opened(narrowing, optimizer, entries, self._numbers, self._state_scratch)
+            _widen(split, self._scratch)
             try:
                 inner.step_some(group, entries, grad_scale=grad_scale, found_inf=found_inf)
             finally:
                 opened.close()
             written += split
-    finally:
-        for counted in counters.values():
+        return written
+
+    def let_go(self) -> None:
+        """Free scratch until the next call."""
+        self._scratch.clear()
+        self._state_scratch.clear()
+
+    def untouched(self) -> list[int]:
+        """Return the groups of which nothing was stepped."""
+        return [index for index in range(self._inner.num_groups) if index not in self._touched]
+
+    def finish(self) -> None:
+        """Let stay what inner optimizers counted."""
+        for counted in self._counters.values():
             counted.finish()
+
+
+def step_by_bucket(
+    inner: InnerOptimizers, buffers: Buffers, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+) -> list[Entry]:
+    """Step the inner optimizers on all main_params that have a gradient; see `BucketStep`.
+
+    Returns:
+        The entries whose model parameters were written.
+    """
+    step = BucketStep(inner, buffers)
+    written: list[Entry] = []
+    try:
+        for index, listed in enumerate(inner.listed):
+            members = [inner.entry_by_param[id(p)] for p in listed.params if id(p) in inner.entry_by_param]
+            written += step.step(index, members, grad_scale, found_inf)
+    finally:
+        step.finish()
     return written
 
 
@@ -95,8 +135,8 @@ def _refuse_hooks(inner: InnerOptimizers) -> None:
         if any(not isinstance(hook, StepGuard) for hook in hooks):
             raise RuntimeError(
                 f"a step hook of the inner {type(opt).__name__} would run once for each piece of a step that goes "
-                "bucket by bucket (main_param or state_dtype), on main_params that are not all there. Register it on "
-                "the FusedMainGradOptimizer, or take it off"
+                "bucket by bucket (main_param, state_dtype or release), on main_params that are not all there. "
+                "Register it on the FusedMainGradOptimizer, or take it off"
             )
 
 
@@ -130,8 +170,18 @@ def _widen(entries: list[Entry], scratch: dict[torch.device, Tensor]) -> None:
 
 
 def steps_by_bucket(config: MainGradConfig) -> bool:
-    """Return whether main_params, or their state, have fp32 values during a step only."""
-    return config.main_param != "float32" or config.state_dtype != "float32"
+    """Return whether main_params, their state or their gradients are there bucket by bucket only."""
+    return bool(_given(config))
+
+
+def _given(config: MainGradConfig) -> dict[str, str]:
+    """Return the fields because of which steps go bucket by bucket, with the values that would not have that."""
+    fields = {"main_param": "float32", "state_dtype": "float32", "release": "none"}
+    return {name: default for name, default in fields.items() if getattr(config, name) != default}
+
+
+def _listed(settings: dict[str, str]) -> str:
+    return " and ".join(f'{name}="{value}"' for name, value in settings.items())
 
 
 def narrowing_of(
@@ -153,11 +203,10 @@ def narrowing_of(
         tried = [] if _why_all_at_once(opt) is not None else _try_settings(opt, moves_state=narrows)
         why = _why_all_at_once(opt) or next((one.why_not for one in tried if one.why_not is not None), None)
         if why is not None:
-            fields = ("main_param", "state_dtype")
-            given = [f'{name}="{getattr(config, name)}"' for name in fields if getattr(config, name) != "float32"]
+            given = _given(config)
             raise ValueError(
-                f"{' and '.join(given)} with {type(opt).__name__}, {why}: all main_params would have to exist at "
-                f'once. Use {" and ".join(name for name in fields if name in " ".join(given))}="float32"'
+                f"{_listed({name: getattr(config, name) for name in given})} with {type(opt).__name__}, {why}: all "
+                f"parameters would have to be there at once. Use {_listed(given)}"
             )
         if narrows and has_own_format(opt):
             raise ValueError(

@@ -230,3 +230,15 @@ def test_under_torchs_engines_it_is_narrow_and_resumes_in_the_same_bits(engine, 
                 assert torch.equal(value, got[key]), (rank, key)
             else:
                 assert value == got[key], (rank, key)
+
+
+def refuse_release(rank):
+    torch.manual_seed(0)
+    net = nn.Linear(8, 8).bfloat16()
+    with pytest.raises(ValueError, match='release="backward" with several ranks'):
+        fusedopt.FusedMainGradOptimizer(torch.optim.AdamW(net.parameters()), release="backward")
+    assert not any(hasattr(param, "main_grad") for param in net.parameters())
+
+
+def test_release_on_several_ranks_is_refused_before_anything_changed():
+    run(refuse_release, 2)

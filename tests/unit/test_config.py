@@ -28,12 +28,14 @@ FIELDS = {  # its default; then another value, as text and as what the text mean
     "shard_by": ("auto", "parameter", "parameter"),
     "main_param": ("float32", "split", "split"),
     "state_dtype": ("float32", "int8", "int8"),
+    "release": ("none", "backward", "backward"),
+    "clip_by": ("current", "previous", "previous"),
     "bucket_mib": (128, "32", 32),
     "overlap_grad_reduce": (True, "No", False),
     "overlap_param_gather": (False, "TRUE", True),
     "broadcast_params": (True, "0", False),
 }
-DEFAULTS, TEXT, PARSED = ({name: row[column] for name, row in FIELDS.items()} for column in range(3))
+DEFAULTS, TEXT_ALL, PARSED_ALL = ({name: row[column] for name, row in FIELDS.items()} for column in range(3))
 
 
 def problems(build, *args, **keywords):
@@ -51,20 +53,23 @@ def write(folder, name, content):
 
 @st.composite
 def valid_settings(draw):
-    steps = draw(st.integers(1, 10**6))
-    shard = draw(st.sampled_from(["none", "optimizer", "gradients"]))
+    is_released = draw(st.booleans())
+    steps = 1 if is_released else draw(st.integers(1, 10**6))
+    shard = "none" if is_released else draw(st.sampled_from(["none", "optimizer", "gradients"]))
     norms = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=True)
     return {
         "gradient_accumulation_steps": steps,
         "gradient_average": steps == 1 or draw(st.booleans()),
         "max_grad_norm": draw(st.none() | norms),
-        "nonfinite": draw(st.sampled_from(["skip", "raise", "ignore"])),
+        "nonfinite": draw(st.sampled_from(["skip", "ignore", *(() if is_released else ("raise",))])),
         "backend": draw(st.sampled_from(["auto", "torch", "triton", "apex", "transformer_engine"])),
         "fused_linear": draw(st.booleans()),
         "shard": shard,
         "shard_by": "auto" if shard == "none" else draw(st.sampled_from(["auto", "element", "parameter"])),
-        "main_param": draw(st.sampled_from(["float32", "split"])),
+        "main_param": draw(st.sampled_from(["float32", "split", "split24"])),
         "state_dtype": draw(st.sampled_from(["float32", "bfloat16", "int8"])),
+        "release": "backward" if is_released else "none",
+        "clip_by": "previous" if is_released else "current",
         "bucket_mib": draw(st.integers(1, 4096)),
         "overlap_grad_reduce": draw(st.booleans()),
         "overlap_param_gather": shard != "none" and draw(st.booleans()),
@@ -120,24 +125,32 @@ def test_a_valid_config_round_trips_through_a_json_file(tmp_path_factory, values
     assert MainGradConfig.from_file(path, environ={}) == config
 
 
-def test_every_field_comes_in_by_every_way(tmp_path):
-    assert all(PARSED[name] != DEFAULTS[name] for name in DEFAULTS)
-    text_environ = {f"FUSEDOPT_{name.upper()}": text for name, text in TEXT.items()}
-    yaml = "\n".join(f"{name}: {text}" for name, text in TEXT.items())
+RELEASING = ("release", "clip_by")  # contradict others that are not at their defaults
+
+
+@pytest.mark.parametrize(
+    "names", [RELEASING, [name for name in FIELDS if name not in RELEASING]], ids=["two", "others"]
+)
+def test_every_field_comes_in_by_every_way(names, tmp_path):
+    assert all(PARSED_ALL[name] != DEFAULTS[name] for name in DEFAULTS)
+    text = {name: TEXT_ALL[name] for name in names}
+    parsed = {name: PARSED_ALL[name] for name in names}
+    text_environ = {f"FUSEDOPT_{name.upper()}": text for name, text in text.items()}
+    yaml = "\n".join(f"{name}: {text}" for name, text in text.items())
     configs = [
-        MainGradConfig(**PARSED),
-        MainGradConfig.from_dict(TEXT),
-        MainGradConfig.from_dict({}, **TEXT),
+        MainGradConfig(**parsed),
+        MainGradConfig.from_dict(text),
+        MainGradConfig.from_dict({}, **text),
         MainGradConfig.from_env({**text_environ, "HOME": "elsewhere"}),
-        MainGradConfig.from_args(argparse.Namespace(**TEXT, learning_rate=1.0)),
-        MainGradConfig.from_args(SimpleNamespace(**PARSED)),
-        MainGradConfig.from_file(write(tmp_path, "text.json", json.dumps(TEXT)), environ={}),
-        MainGradConfig.from_file(write(tmp_path, "typed.json", json.dumps(PARSED)), environ={}),
+        MainGradConfig.from_args(argparse.Namespace(**text, learning_rate=1.0)),
+        MainGradConfig.from_args(SimpleNamespace(**parsed)),
+        MainGradConfig.from_file(write(tmp_path, "text.json", json.dumps(text)), environ={}),
+        MainGradConfig.from_file(write(tmp_path, "typed.json", json.dumps(parsed)), environ={}),
         MainGradConfig.from_file(str(write(tmp_path, "config.yaml", yaml)), environ={}),
         MainGradConfig.from_file(write(tmp_path, "config.YML", yaml), environ={}),
     ]
     # As text, since True == 1 == 1.0.
-    assert [repr(dataclasses.asdict(config)) for config in configs] == [repr(PARSED)] * len(configs)
+    assert [repr(dataclasses.asdict(config)) for config in configs] == [repr({**DEFAULTS, **parsed})] * len(configs)
 
 
 @pytest.mark.parametrize("case", [str.lower, str.upper, str.capitalize])

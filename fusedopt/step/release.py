@@ -1,0 +1,196 @@
+"""Step buckets inside backward, and give the memory of their gradients back.
+
+    arrival -> [clip by the last norm -> widen -> inner step -> narrow -> write-back] -> ...; step: [what is left]
+
+A bucket steps when a gradient has arrived for each of its parameters: autograd is done with a parameter when its
+gradient arrives, so that its weights may be written while those of earlier layers are still used. What a backward
+left incomplete (parameters that it did not reach) steps in `step()`. So there is one backward for each step: a gradient
+that arrives when its bucket has stepped would need the weights from before, and is refused by name.
+
+The norm of all gradients is known when the last of them has arrived; what is clipped is clipped by the norm of the step
+before. A bucket that holds inf or nan is left out by itself.
+
+Knows nothing of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from fusedopt.buffers.bucket import Bucket, Entry, Slot
+from fusedopt.buffers.flat import Buffers
+from fusedopt.config import MainGradConfig
+from fusedopt.gradients.clip import clip_coefficient
+from fusedopt.inner.optimizers import InnerOptimizers
+from fusedopt.sharding.dtensor import is_dtensor
+from fusedopt.step.bucket_step import BucketStep
+
+
+def refuse_release(named: Iterable[tuple[str, Tensor]], *, is_alone: bool) -> None:
+    """Refuse what cannot be released.
+
+    Args:
+        named: all parameters.
+        is_alone: whether no other rank has gradients, or norms, that count here.
+
+    Raises:
+        ValueError: saying what was found, and what to do.
+    """
+    if not is_alone:
+        raise ValueError(
+            'release="backward" with several ranks (data-parallel ranks, FSDP2, or a norm_group): a bucket would step '
+            'before their gradients are reduced. Use release="none" there; shard="gradients" keeps 4/W bytes of them'
+        )
+    for name, param in named:
+        if is_dtensor(param):
+            raise ValueError(
+                f'release="backward" with DTensor parameter {name}: other ranks have parts of its gradient'
+            )
+        if param.dtype is torch.float16 and param.requires_grad:
+            raise ValueError(
+                f'release="backward" with float16 parameter {name}: its gradients need a GradScaler, which unscales '
+                'them after backward, when buckets have stepped. Make the model bfloat16, or use release="none"'
+            )
+
+
+class Release:
+    """What steps inside backward, of one wrapper.
+
+    Args:
+        buffers: gradients, main_params and models.
+        inner: the wrapped optimizers.
+        config: the settings.
+        prepare: brings hyper-parameters and main_params up to date, before the first bucket of a round steps; a bound
+            method, of the wrapper, which is held weakly.
+
+    Attributes:
+        last_norm: of the gradients of the last round that was finite; None before the first.
+    """
+
+    def __init__(
+        self, buffers: Buffers, inner: InnerOptimizers, config: MainGradConfig, prepare: Callable[[], None]
+    ) -> None:
+        self._buffers = buffers
+        self._inner = inner
+        self._max_norm = config.max_grad_norm
+        self._is_checked = config.nonfinite == "skip"
+        self._prepare = weakref.WeakMethod(prepare)
+        self.last_norm: Tensor | None = None
+        self._arrived: dict[int, set[int]] = {}  # by number of the bucket: addresses of slots
+        self._round: _Round | None = None
+
+    def arrived(self, slot: Slot) -> None:
+        """Note that a gradient arrived; step its bucket if that is complete.
+
+        Raises:
+            RuntimeError: naming the parameter, if its bucket has stepped.
+        """
+        bucket = self._buffers.buckets[slot.index]
+        if self._round is not None and bucket in self._round.stepped:
+            bucket.take_back()
+            raise RuntimeError(
+                f"a gradient arrived for parameter {slot.name} after it was stepped inside backward "
+                '(release="backward"); it is dropped. Make one backward for each optimizer.step(): add the losses up '
+                "and call backward once; do not use a weight both inside and outside a recomputed layer; or use "
+                'release="none"'
+            )
+        arrived = self._arrived.setdefault(slot.index, set())
+        arrived.add(id(slot))
+        if all(id(entry.slot) in arrived or not entry.param.requires_grad for entry in bucket.entries):
+            with torch.no_grad():
+                self._step(bucket)
+
+    def cleared(self) -> None:
+        """Note that gradients were cleared; buckets that stepped have stepped."""
+        for bucket in self._buffers.buckets:
+            if bucket.is_released:
+                bucket.take_back()
+        self._arrived.clear()
+
+    def finish(self) -> tuple[Tensor | None, bool]:
+        """Step what is left, and end the round.
+
+        Returns:
+            The norm of all gradients, where that was measured, and whether a bucket was left out.
+        """
+        for bucket in self._buffers.buckets:
+            if any(entry.has_grad for entry in bucket.entries):
+                self._step(bucket)
+        ended = self._began()
+        for group in () if ended.was_skipped else ended.step.untouched():  # it may count steps
+            ended.step.step(group, [])
+        ended.step.finish()
+        self._buffers.is_stepping = False
+        self._round = None
+        self._arrived.clear()
+        norm = _norm_of(ended.norms)
+        if norm is not None and not ended.was_skipped:
+            self.last_norm = norm
+        return norm, ended.was_skipped
+
+    def _began(self) -> _Round:
+        if self._round is None:
+            prepare = self._prepare()
+            if prepare is not None:
+                prepare()
+            self._round = _Round(BucketStep(self._inner, self._buffers))
+        return self._round
+
+    def _step(self, bucket: Bucket) -> None:
+        """Step one bucket, and give its gradients' memory back."""
+        current = self._began()
+        entries = [entry for entry in bucket.entries if entry.has_grad]
+        if entries and self._measure_and_clip(current, bucket):
+            for group, members in self._by_group(entries):
+                written = current.step.step(group, members)
+                self._buffers.write_back(members, done=written)
+                self._buffers.is_stepping = True
+        current.stepped.add(bucket)
+        bucket.take_back()
+
+    def _measure_and_clip(self, current: _Round, bucket: Bucket) -> bool:
+        """Return whether the bucket may step; its gradients are clipped by the last norm."""
+        if self._is_checked or self._max_norm is not None:
+            norm = bucket.backend.norm([bucket.grad_part], 2.0).double()
+            if not bool(torch.isfinite(norm)) and not bool(bucket.backend.found_inf([bucket.grad_part])):
+                norm = bucket.backend.norm([bucket.grad_part], 2.0, dtype=torch.float64)  # only its square overflows
+            current.norms.append(norm)
+            if self._is_checked and not math.isfinite(norm.item()):
+                current.was_skipped = True
+                return False
+        if self._max_norm is not None and self._max_norm != math.inf and self.last_norm is not None:
+            bucket.grad_part.mul_(clip_coefficient(self.last_norm, self._max_norm).to(bucket.grad_part))
+        return True
+
+    def _by_group(self, entries: Sequence[Entry]) -> list[tuple[int, list[Entry]]]:
+        """Return entries by outer group, in the order in which that lists them."""
+        held = {id(entry.param) for entry in entries}
+        found = []
+        for index, listed in enumerate(self._inner.listed):
+            members = [self._inner.entry_by_param[id(param)] for param in listed.params if id(param) in held]
+            if members:
+                found.append((index, members))
+        return found
+
+
+class _Round:
+    """What lives from the first bucket of a backward to the end of `step()`."""
+
+    def __init__(self, step: BucketStep) -> None:
+        self.step = step
+        self.stepped: set[Bucket] = set()
+        self.norms: list[Tensor] = []
+        self.was_skipped = False
+
+
+def _norm_of(norms: Sequence[Tensor]) -> Tensor | None:
+    """Return the norm of all from those of buckets, float32, 0-d."""
+    if not norms:
+        return None
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total.float()
