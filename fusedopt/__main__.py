@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 from fusedopt import backends
 from fusedopt.config import MainGradConfig
@@ -22,6 +23,10 @@ MIB_NUMEL = 2**20 // 4
 GIB = 2**30
 MODEL_NBYTES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "fp32": 4, "float32": 4}
 SHARDS = ("none", "optimizer", "gradients")
+STATE_DTYPES = ("float32", "bfloat16", "int8")
+RELEASES = ("none", "backward")
+DEVICES = (24, 40, 48, 80, 96, 141, 192)
+"""Memory of cards, in GB of 10**9 bytes."""
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 COLUMNS = ("model", "main_grad", "main_param", "state", "sum", "GiB in all", "gradients sent", "parameters sent")
 
@@ -70,6 +75,8 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--params", type=_count, required=True, help="trainable parameters of the whole model: 8e9, 8B, 1_234_567")
     add("--model-dtype", choices=MODEL_NBYTES, default="bf16", help="default: bf16")
     add("--main-param", choices=MAIN_PARAM_NBYTES, default="float32", help="how main_params are held; default: whole")
+    add("--state-dtype", choices=STATE_DTYPES, default="float32", help="of state between steps; default: float32")
+    add("--release", choices=RELEASES, default="none", help="when gradients give their memory back; default: none")
     add("--optimizer-state-bytes", type=_whole(0), default=8, metavar="N", help="for each parameter: 8 (Adam), 4, 0")
     add("--ranks", type=_whole(1), default=1, metavar="W", help="data-parallel ranks; default 1")
     add("--shard", choices=SHARDS, help="what they share; default: a row for each")
@@ -83,7 +90,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def _count(text: str) -> int:
     """Read a number of parameters."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([kmbt]?)", text.lower().replace("_", "").replace(",", ""))
-    number = float(match[1]) * SUFFIXES[match[2]] if match else 0.0
+    number = Fraction(match[1]) * SUFFIXES[match[2]] if match else Fraction(0)
     if not 1 <= number <= 1e15 or number != int(number):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters; give 8e9, 8B, 350M or 1_234_567")
     return int(number)
@@ -108,6 +115,8 @@ def _check_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error("--fsdp counts all data-parallel ranks; drop --ranks, or plan without it")
     if args.main_param != "float32" and args.model_dtype not in ("bf16", "bfloat16"):
         parser.error(f"--main-param {args.main_param} with --model-dtype {args.model_dtype}: only bf16 can be split")
+    if args.release != "none" and (args.fsdp or args.ranks > 1 or args.tensor_parallel > 1 or args.micro_batches > 1):
+        parser.error("--release backward with several ranks or micro-batches: gradients are released on one process")
     if args.bucket_mib > 4096:
         parser.error(f"--bucket-mib {args.bucket_mib}: a bucket has at most 4096 MiB")
 
@@ -140,6 +149,35 @@ def _plan(args: argparse.Namespace) -> list[str]:
         *_table([("shard", *COLUMNS), *((name, *_cells(found, args.params, digits)) for name, found in rows)]),
         "",
         *notes,
+        *([] if args.fsdp or args.ranks > 1 or args.micro_batches > 1 else ["", *_combinations(args, numel)]),
+    ]
+
+
+def _combinations(args: argparse.Namespace, numel: int) -> list[str]:
+    """Return the table of all ways to hold a model on one process, and what they leave of a card's memory."""
+    main_params = list(MAIN_PARAM_NBYTES) if args.model_dtype in ("bf16", "bfloat16") else ["float32"]
+    releases = RELEASES if args.tensor_parallel == 1 else RELEASES[:1]
+    head = ("main_param", "state_dtype", "release", "bytes", "GB", *(f"of {size} GB" for size in DEVICES))
+    rows: list[tuple[str, ...]] = [head]
+    for release in releases:
+        for state_dtype in STATE_DTYPES:
+            for main_param in main_params:
+                held = argparse.Namespace(
+                    **{**vars(args), "main_param": main_param, "state_dtype": state_dtype, "release": release}
+                )
+                total = _cost(held, numel, "none", 1).total
+                left = (size - total / 1e9 for size in DEVICES)
+                cells = (
+                    f"{total / args.params:.2f}",
+                    f"{total / 1e9:.1f}",
+                    *(f"{x:.0f}" if x > 0 else "-" for x in left),
+                )
+                rows.append((main_param, state_dtype, release, *cells))
+    return [
+        "Without a shard, for each way to hold it: bytes per parameter, GB (10**9 bytes) in all, and what is left of a",
+        "card's memory for activations and the rest above.",
+        "",
+        *_table(rows),
     ]
 
 
@@ -159,6 +197,8 @@ def _cost(args: argparse.Namespace, numel: int, shard: str, num_ranks: int) -> C
         world_size=num_ranks,
         num_micro_batches=args.micro_batches,
         main_param=args.main_param,
+        state_dtype=args.state_dtype,
+        release=args.release,
     )
 
 

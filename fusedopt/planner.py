@@ -19,6 +19,13 @@ MAIN_PARAM_NBYTES = {"float32": 4, "split": 2, "split24": 1}
 """Of a main_param's element beside the model's, by the setting ``main_param``."""
 
 
+BLOCK_NUMEL = 256
+"""Elements of 8-bit state that share a scale, and of the smallest parameter whose state is narrowed."""
+
+NUM_RELEASED = 2
+"""Buckets whose gradients are there at a time, at most, where they are released."""
+
+
 @dataclass(frozen=True)
 class Cost:
     """What one rank pays.
@@ -64,6 +71,8 @@ def cost(
     rank: int = 0,
     num_micro_batches: int = 1,
     main_param: str = "float32",
+    state_dtype: str = "float32",
+    release: str = "none",
 ) -> Cost:
     """Return what a wrapper over ``specs`` costs on ``rank``.
 
@@ -78,6 +87,8 @@ def cost(
         rank: of them.
         num_micro_batches: backwards in a window.
         main_param: ``"float32"``, ``"split"`` or ``"split24"``; fp32 and fp16 models cannot be split.
+        state_dtype: ``"float32"``, ``"bfloat16"`` or ``"int8"``.
+        release: ``"backward"``: main_grad is what two buckets take, the most that is there at a time.
 
     The wire: with W ranks an all-reduce of n bytes sends 2 (W-1)/W n from each rank, a reduce-scatter or an
     all-gather (W-1)/W n, which are the lower bounds (Chan et al., Collective communication, 2007).
@@ -86,13 +97,16 @@ def cost(
     buckets = plan_buckets(specs, bucket_numel, world_size if is_sharded else 1, shard_by)
     whole = sum(bucket.numel for bucket in buckets)
     part = whole // world_size if is_sharded else whole
-    owned = sum(_owned(bucket, rank if is_sharded else 0) for bucket in buckets)
+    owned = [span for bucket in buckets for span in _owned(bucket, rank if is_sharded else 0)]
     num_reduces = num_micro_batches if shard == "gradients" and is_sharded else 1
+    grads = part if shard == "gradients" else whole
+    if release == "backward":
+        grads = sum(sorted((bucket.numel for bucket in buckets), reverse=True)[:NUM_RELEASED])
     return Cost(
         model=model_nbytes * sum(spec.numel for spec in specs),
-        main_grad=MAIN_NBYTES * (part if shard == "gradients" else whole),
+        main_grad=MAIN_NBYTES * grads,
         main_param=MAIN_PARAM_NBYTES[main_param] * part if model_nbytes < MAIN_NBYTES else 0,
-        state=state_nbytes * owned,
+        state=sum(_state_nbytes(specs[index].numel, span, state_nbytes, state_dtype) for index, span in owned),
         num_reduces=len(buckets) * num_reduces if world_size > 1 else 0,
         num_gathers=len(buckets) if is_sharded else 0,
         reduce_nbytes=num_reduces * _sent(buckets, MAIN_NBYTES, world_size, 1 if is_sharded else 2),
@@ -100,11 +114,20 @@ def cost(
     )
 
 
-def _owned(bucket: BucketPlan, rank: int) -> int:
-    """Return the elements of parameters, without padding, that ``rank`` updates."""
+def _owned(bucket: BucketPlan, rank: int) -> list[tuple[int, int]]:
+    """Return the parameters of which ``rank`` updates something, by number, and how many elements of each."""
     shard = bucket.shard_span(rank)
-    spans = (intersect(placement.span, shard) for placement in bucket.placements)
-    return sum(span.numel for span in spans if isinstance(span, Span))
+    spans = ((placement.index, intersect(placement.span, shard)) for placement in bucket.placements)
+    return [(index, span.numel) for index, span in spans if isinstance(span, Span)]
+
+
+def _state_nbytes(numel: int, owned: int, nbytes: int, state_dtype: str) -> int:
+    """Return the bytes of the state of ``owned`` elements of a parameter of ``numel``, of ``nbytes`` each in fp32."""
+    if state_dtype == "float32" or numel < BLOCK_NUMEL:
+        return nbytes * owned
+    if state_dtype == "bfloat16":
+        return nbytes * owned // 2
+    return nbytes * owned // MAIN_NBYTES + nbytes * -(-owned // BLOCK_NUMEL)
 
 
 def _sent(buckets: Sequence[BucketPlan], element_nbytes: int, world_size: int, times: int) -> int:

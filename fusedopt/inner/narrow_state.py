@@ -31,7 +31,7 @@ from fusedopt.buffers.bucket import Entry
 from fusedopt.buffers.encodings import NOISE_ROW, Noise, narrow_bf16_
 from fusedopt.buffers.int8 import BLOCK, decode_int8_, encode_int8_, num_blocks
 from fusedopt.nested import Path, leaves, map_leaves
-from fusedopt.sharding.local_state import labelled
+from fusedopt.sharding.local_state import Cut, labelled, take
 
 CODES, SCALES, COUNT = "fusedopt.codes", "fusedopt.scales", "fusedopt.narrowings"
 """Keys: of a narrow tensor, and beside it in the state of its parameter."""
@@ -68,6 +68,25 @@ def widened(state: Any) -> Any:
 def unlabelled(narrow: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return a narrow tensor without what `label` put around the tensors of a slice."""
     return {key: (labelled(value) or (None, value))[1] for key, value in narrow.items()}
+
+
+def opened(saved: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
+    """Return saved state of a parameter with narrow tensors as this rank takes them: whole ones that it cuts, widened.
+
+    Raises:
+        ValueError: for the part of another layout.
+    """
+
+    def act(_: Path, leaf: Any) -> Any:
+        if not is_narrow(leaf):
+            return leaf
+        if labelled(leaf[CODES]) is not None:
+            take(leaf[CODES], cut)  # raises
+            return unlabelled(leaf)
+        return widen(leaf) if cut.is_partial or cut.region is not None else leaf
+
+    made: dict[str, Any] = map_leaves(act, dict(saved), is_leaf=is_narrow)
+    return made
 
 
 def why_damaged(narrow: Mapping[str, Any], shape: torch.Size) -> str | None:

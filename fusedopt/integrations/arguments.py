@@ -31,6 +31,17 @@ logger = logging.getLogger(__name__)
 _SWITCH = {"nargs": "?", "const": True}  # what HfArgumentParser gives a bool, and not a `bool | None`
 
 
+_FLAGS = {
+    "main_grad_shard": "shard",
+    "main_grad_main_param": "main_param",
+    "main_grad_state_dtype": "state_dtype",
+    "main_grad_release": "release",
+    "main_grad_backend": "backend",
+    "fused_linear": "fused_linear",
+}
+"""Fields of `FusedOptArguments` that are fields of `MainGradConfig`."""
+
+
 def _valid(name: str) -> tuple[str, ...]:
     (spec,) = (spec for spec in fields(MainGradConfig) if spec.name == name)
     return tuple(spec.metadata["valid"])
@@ -85,6 +96,27 @@ class FusedOptArguments:
             "choices": _valid("shard"),
         },
     )
+    main_grad_main_param: str | None = field(
+        default=None,
+        metadata={
+            "help": "How fp32 main_params are held: float32, or bf16 and 16 more bits (split) or 8 (split24).",
+            "choices": _valid("main_param"),
+        },
+    )
+    main_grad_state_dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "What optimizer state is held as between steps: float32, bfloat16 or int8. Default: float32.",
+            "choices": _valid("state_dtype"),
+        },
+    )
+    main_grad_release: str | None = field(
+        default=None,
+        metadata={
+            "help": "When gradients give their memory back: none, or backward, which steps inside it. Default: none.",
+            "choices": _valid("release"),
+        },
+    )
     main_grad_backend: str | None = field(
         default=None,
         metadata={
@@ -114,8 +146,7 @@ class FusedOptArguments:
 
     def _problems(self) -> Iterator[str]:
         if not self.main_grad:
-            names = ("main_grad_shard", "main_grad_backend", "main_grad_config", "fused_linear")
-            for name in names:
+            for name in (*_FLAGS, "main_grad_config"):
                 if getattr(self, name) not in (None, False):
                     yield f"{name}={getattr(self, name)!r} does nothing without main_grad; add --main_grad, or drop it"
         if self.recompute_granularity not in GRANULARITIES:
@@ -146,7 +177,7 @@ class FusedOptArguments:
             FileNotFoundError, ImportError: for the file.
             ValueError: every mismatch with an owner, unknown name and bad value, in one error.
         """
-        flags = {"fused_linear": self.fused_linear, "shard": self.main_grad_shard, "backend": self.main_grad_backend}
+        flags = {name: getattr(self, flag) for flag, name in _FLAGS.items()}
         sources = [given({name: value for name, value in flags.items() if value is not None}, "flag")]
         if self.main_grad_config is not None:
             sources.append(given_in_file(self.main_grad_config))

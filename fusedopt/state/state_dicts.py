@@ -26,12 +26,12 @@ from torch import Tensor
 
 from fusedopt.buffers.bucket import Entry
 from fusedopt.inner.loading import has_own_format, load_in_place
-from fusedopt.inner.narrow_state import CODES, COUNT, is_narrow, unlabelled, why_damaged, widen, widened
+from fusedopt.inner.narrow_state import COUNT, is_narrow, opened, why_damaged, widened
 from fusedopt.inner.optimizers import Group, InnerOptimizers
 from fusedopt.inner.plain import find_objects, name_of, refuse_objects
-from fusedopt.nested import Path, leaves, map_leaves
+from fusedopt.nested import leaves
 from fusedopt.sharding.dtensor import place_of
-from fusedopt.sharding.local_state import REMEDY, Cut, label, labelled, take
+from fusedopt.sharding.local_state import REMEDY, Cut, label, take
 from fusedopt.state.view import HAS_STATE, checkpoint_state
 
 FORMAT = 1
@@ -387,7 +387,7 @@ class StateDicts:
         if cut.is_partial and not is_part:
             refuse_objects(saved, f"the saved state of parameter {self._name(index)}", "a rank cannot take its part")
         try:
-            own: dict[str, Any] = take(self._opened(saved, cut), cut)
+            own: dict[str, Any] = take(opened(saved, cut), cut)
         except ValueError as error:
             raise ValueError(f"the state dict does not fit parameter {self._name(index)}: {error}") from None
         entry = self._entries.get(id(param))
@@ -417,24 +417,6 @@ class StateDicts:
                 own = {"main_param": main} if main is not None else {}
             own[COUNT] = abs(int(had_state)) - int(had_state > 0)
         return self._held(index, own)
-
-    def _opened(self, saved: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
-        """Return saved state with narrow tensors as this rank can take them: whole ones, of which it has a part, wide.
-
-        Raises:
-            ValueError: for the part of another layout.
-        """
-
-        def open_(_: Path, leaf: Any) -> Any:
-            if not is_narrow(leaf):
-                return leaf
-            if labelled(leaf[CODES]) is not None:
-                take(leaf[CODES], cut)  # raises
-                return unlabelled(leaf)
-            return widen(leaf) if cut.is_partial or cut.region is not None else leaf
-
-        opened: dict[str, Any] = map_leaves(open_, dict(saved), is_leaf=is_narrow)
-        return opened
 
     def _held(self, index: int, own: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's state of a parameter as it is held between steps here, narrow or not.

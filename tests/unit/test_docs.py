@@ -13,7 +13,7 @@ import yaml
 from torch import nn
 
 from fusedopt import MainGradConfig
-from fusedopt.integrations.arguments import FusedOptArguments
+from fusedopt.integrations.arguments import _FLAGS, FusedOptArguments
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,7 +87,7 @@ def test_the_table_of_flags_names_every_flag_with_its_aliases_and_its_default():
     for spec in dataclasses.fields(FusedOptArguments):
         names = [f"--{spec.name}", *spec.metadata.get("aliases", ())]
         default = "off" if isinstance(spec.default, bool) or spec.name == "fused_linear" else spec.default
-        setting = {"main_grad_shard": "shard", "main_grad_backend": "backend"}.get(spec.name, spec.name)
+        setting = _FLAGS.get(spec.name, spec.name)
         is_setting = setting in {field.name for field in dataclasses.fields(MainGradConfig)}
         if default is None and is_setting:
             default = getattr(MainGradConfig(), setting)
@@ -106,7 +106,7 @@ def test_the_table_of_flags_names_every_flag_with_its_aliases_and_its_default():
 def test_the_table_of_sources_names_every_setting_that_no_flag_has():
     page = (ROOT / "docs/huggingface.md").read_text()
     table = page.partition("| setting | from |")[2].partition("\n\n")[0]
-    of_flags = {"fused_linear", "shard", "backend"}
+    of_flags = set(_FLAGS.values())
     by_the_trainer = {"gradient_average"}  # the loss is divided already
     settings = {field.name for field in dataclasses.fields(MainGradConfig)} - of_flags - by_the_trainer
     assert settings <= set(re.findall(r"`(\w+)`", table))

@@ -24,7 +24,8 @@ def plan(capsys, *flags):
     """Return what is printed, and its table: by shard, the cells by column."""
     assert main(["plan", *flags]) == 0
     text = capsys.readouterr().out
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    first = text.partition("Without a shard")[0]
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in first.splitlines() if line[:1] == "|"]
     header, rule, *body = rows
     assert set("".join(rule)) <= set("-:")
     return text, {row[0]: dict(zip(header[1:], map(float, row[1:]), strict=True)) for row in body}

@@ -39,7 +39,7 @@ def test_no_flag_has_a_name_of_training_arguments():
     theirs = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     ours = {field.name for field in dataclasses.fields(FusedOptArguments)}
     assert "max_grad_norm" in theirs
-    assert len(ours) == 8
+    assert len(ours) == 11
     assert not ours & theirs
 
 
@@ -50,9 +50,11 @@ def test_without_flags_training_is_stock():
 
 def test_every_flag_is_parsed():
     flags = ("--main_grad", "--fused_linear", "--main_grad_shard", "optimizer", "--main_grad_backend", "torch")
+    flags += ("--main_grad_main_param", "split", "--main_grad_state_dtype", "int8", "--main_grad_release", "backward")
     more = ("--main_grad_config", "f.yaml", "--recompute", "--recompute_granularity", "core_attn")
     parsed = parse(*flags, *more, "--recompute_use_reentrant")
-    assert dataclasses.astuple(parsed) == (True, True, "optimizer", "torch", "f.yaml", True, "core_attn", True)
+    held = ("split", "int8", "backward")
+    assert dataclasses.astuple(parsed) == (True, True, "optimizer", *held, "torch", "f.yaml", True, "core_attn", True)
 
 
 @pytest.mark.parametrize(
