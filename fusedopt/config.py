@@ -9,6 +9,7 @@ Sizes are in MiB of fp32 elements, counts are in micro-batches.
 
 import difflib
 import json
+import math
 import operator
 import os
 import sys
@@ -403,7 +404,8 @@ def _beside_release(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
     if values.get("gradient_accumulation_steps", 1) > 1:
         problem = "a bucket steps after one backward; needed 1: larger batches by recomputation, or release='none'"
         yield "gradient_accumulation_steps", "release", problem
-    if values.get("max_grad_norm") is not None and values.get("clip_by") == "current":
+    is_clipped = values.get("max_grad_norm") not in (None, math.inf)
+    if is_clipped and values.get("clip_by") == "current":
         problem = "the first bucket steps before the norm is known; set clip_by='previous', or drop max_grad_norm"
         yield "max_grad_norm", "release", problem
     if values.get("nonfinite") == "raise":

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedopt.config import MainGradConfig
-from fusedopt.integrations.arguments import FusedOptArguments, Owned
+from fusedopt.integrations.arguments import FusedOptArguments, Owned, refuse_released_accumulation
 from fusedopt.integrations.refusals import refuse_model
 from fusedopt.integrations.scaling import share_scaler
 from fusedopt.integrations.versions import require
@@ -282,3 +282,4 @@ def _refuse_merging_twice(accelerator: Any, config: MainGradConfig) -> None:
             f"gradient_accumulation_steps is {k} in the Accelerator and {merged} in fusedopt, which would step every "
             f"{k * merged} micro-batches; leave fusedopt's at 1"
         )
+    refuse_released_accumulation(config, k, "the Accelerator")

@@ -229,6 +229,19 @@ class FusedOptArguments:
         return wrapper
 
 
+def refuse_released_accumulation(config: MainGradConfig, num_micro_batches: int, owner: str) -> None:
+    """Raise if a training library accumulates, and buckets step in the first backward.
+
+    Raises:
+        ValueError: naming both settings.
+    """
+    if config.release == "backward" and num_micro_batches > 1:
+        raise ValueError(
+            f'release="backward" with gradient_accumulation_steps={num_micro_batches} of {owner}: buckets step in the '
+            'first backward. Use gradient_accumulation_steps=1 (a larger batch fits with recompute), or release="none"'
+        )
+
+
 def name_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     """Give the optimizer's groups the names that its parameters have in ``model``, where it has none yet.
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from fusedopt.config import MainGradConfig
 from fusedopt.integrations import resume
-from fusedopt.integrations.arguments import FusedOptArguments, Owned
+from fusedopt.integrations.arguments import FusedOptArguments, Owned, refuse_released_accumulation
 from fusedopt.integrations.refusals import KnownParameters, refuse_model, refuse_optim, refuse_training_arguments
 from fusedopt.integrations.scaling import share_scaler
 from fusedopt.integrations.versions import require_trainer
@@ -57,7 +57,15 @@ def trainer_config(fusedopt_args: FusedOptArguments, args: Any, *, trainer_clips
         problems.append(
             "recompute with the Trainer's own checkpointing: layers would recompute twice; drop one of them"
         )
-    return fusedopt_args.to_config(owned, problems=problems)
+    config = fusedopt_args.to_config(owned, problems=problems)
+    refuse_released_accumulation(config, args.gradient_accumulation_steps, "TrainingArguments")
+    if config.release == "backward" and trainer_clips and max_grad_norm is not None:
+        raise ValueError(
+            f'release="backward" with max_grad_norm={max_grad_norm} of TrainingArguments: the Trainer clips after '
+            "backward, when buckets have stepped. Set max_grad_norm=0 there, or use FusedOptTrainer, which clips by "
+            'the norm of the last step where clip_by="previous"'
+        )
+    return config
 
 
 class FusedOptMixin(_Trainer):  # type: ignore[misc]

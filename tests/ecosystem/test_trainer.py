@@ -355,3 +355,17 @@ def test_auto_find_batch_size_starts_over_without_what_the_failed_run_left(make)
     assert trainer._train_batch_size < 2 * cases.BATCH
     assert trainer.main_grad_optimizer.skipped_steps == 0
     assert trainer.state.log_history[0]["grad_norm"] > 0
+
+
+def test_released_gradients_are_the_plain_loop_without_clipping(make):
+    """Accumulation, and clipping by the norm of the step, are refused before training starts."""
+    changed = {"gradient_accumulation_steps": 1, "max_grad_norm": 0}
+    flags = {"main_grad_release": "backward"}
+    found, needed = trained(make(flags=flags, **changed)), trained(make(**changed))
+    assert len(found.norms) == 11
+    assert found.norms == pytest.approx(needed.norms, rel=1e-5)  # summed bucket by bucket
+    assert found.losses == needed.losses
+    assert all(torch.equal(param, needed.params[name]) for name, param in found.params.items())
+    for wrong in ({"gradient_accumulation_steps": 4, "max_grad_norm": 0}, {"gradient_accumulation_steps": 1}):
+        with pytest.raises(ValueError, match=r"release.*(gradient_accumulation_steps|max_grad_norm)|max_grad_norm"):
+            make(flags=flags, **wrong).train()
