@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import backward, encodings, fused_linear, memory, optimizer_phase
+from benchmarks import backward, encodings, fused_linear, memory, narrow, optimizer_phase
 from benchmarks.models import FULL, TINY, Shape
 from benchmarks.timing import Claim, Result
 
@@ -25,6 +25,7 @@ BENCHES = {
     "backward": backward.run,
     "fused_linear": fused_linear.run,
     "encodings": encodings.run,
+    "narrow": narrow.run,
 }
 RESULTS = Path(__file__).resolve().parent / "results"
 MIN_REPEATS = 9  # what a median that is reported rests on, at least

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedopt.inner.narrow_state import is_narrow
+from fusedopt.inner.narrow_state import is_narrow, without_narrow
 from fusedopt.nested import Path, items_of, leaves, map_leaves
 
 
@@ -50,8 +50,8 @@ def load_in_place(
     before = [dict(opt.state) for opt in loads]
     groups_before = [dict(group) for group in optimizer.param_groups]
     saved: dict[Any, Any] = {}
-    if has_own_format(optimizer):
-        optimizer.load_state_dict(state_dict)
+    if has_own_format(optimizer):  # knows nothing of narrow tensors, and may cast what it finds
+        optimizer.load_state_dict(without_narrow(state_dict))
     else:
         saved = _by_param(optimizer, state_dict)
         numbers = set(_numbers(state_dict))

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from fusedopt.buffers.bucket import Entry
 from fusedopt.buffers.encodings import NOISE_ROW, Noise, narrow_bf16_
 from fusedopt.buffers.int8 import BLOCK, decode_int8_, encode_int8_, num_blocks
-from fusedopt.nested import Path, leaves, map_leaves
+from fusedopt.nested import Path, items_of, leaves, map_leaves
 from fusedopt.sharding.local_state import Cut, labelled, take
 
 CODES, SCALES, COUNT = "fusedopt.codes", "fusedopt.scales", "fusedopt.narrowings"
@@ -59,10 +59,43 @@ def widen(narrow: Mapping[str, Tensor], wide: Tensor | None = None) -> Tensor:
 
 def widened(state: Any) -> Any:
     """Return state of one parameter as it would be without narrowing: float32 tensors, new ones, and no count."""
-    made = map_leaves(lambda _, leaf: widen(leaf) if is_narrow(leaf) else leaf, state, is_leaf=is_narrow)
+    made = widened_in(state)
     if isinstance(made, MutableMapping):
         made.pop(COUNT, None)
     return made
+
+
+def widened_in(value: Any) -> Any:
+    """Return a state dict, of any format, with a new float32 tensor in the place of every narrow one."""
+    return map_leaves(lambda _, leaf: widen(leaf) if is_narrow(leaf) else leaf, value, is_leaf=is_narrow)
+
+
+def without_narrow(value: Any) -> Any:
+    """Return a state dict, of any format, as it would be without narrowing; what it holds is not changed."""
+    return _without_counts(widened_in(value))
+
+
+def _without_counts(value: Any) -> Any:
+    items = items_of(value)
+    if items is None or is_narrow(value):
+        return value
+    for _, item in list(items):
+        if isinstance(item, dict) and not getattr(item, "__dict__", None):
+            item.pop(COUNT, None)
+        _without_counts(item)
+    return value
+
+
+def counts_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, int]:
+    """Return how often state was narrowed, by parameter, as torch's packed form says; none for any other."""
+    try:
+        saved, groups = state_dict["state"], state_dict["param_groups"]
+        numbers = [number for group in groups for number in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        pairs = list(zip(numbers, params, strict=True))
+        return {param: _count_of(saved[number]) for number, param in pairs if number in saved}
+    except (KeyError, TypeError, ValueError):
+        return {}
 
 
 def unlabelled(narrow: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -329,7 +362,7 @@ def _instead(wide: Mapping[Path, Tensor], path: Path, leaf: Any) -> Any:
 
 
 def _count_of(state: Mapping[Any, Any]) -> int:
-    count = state.get(COUNT, 0)
+    count = state.get(COUNT, 0) if isinstance(state, Mapping) else 0
     return count if type(count) is int else 0
 
 

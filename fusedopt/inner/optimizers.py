@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from fusedopt._torch_private import STEP_SUPPORTS_AMP_SCALING
 from fusedopt.buffers.bucket import Entry
 from fusedopt.checks import hidden_optimizers
 from fusedopt.inner.hooks import StepGuard, global_step_hooks_muted
-from fusedopt.inner.narrow_state import Narrowing, numbering
+from fusedopt.inner.narrow_state import COUNT, Narrowing, numbering
 from fusedopt.inner.signatures import requires_closure, step_with, takes_closure
 from fusedopt.inner.stand_ins import StandIns
 from fusedopt.nested import leaves
@@ -202,6 +202,19 @@ class InnerOptimizers:
     def numbers(self) -> dict[int, int]:
         """Return the number of the first element of each parameter's part, by ``id``; see `numbering`."""
         return numbering([listed.params for listed in self.listed], self.entry_by_param)
+
+    def narrow_loaded(self, number: int, counts: Mapping[Tensor, int]) -> None:
+        """Narrow what inner optimizer ``number`` loaded by itself, as float32; ``counts`` as it was saved with it."""
+        if number not in self.narrowing:
+            return
+        state: dict[Any, Any] = self.optimizers[number].state
+        for param, count in counts.items():
+            if count and isinstance(state.get(param), dict):
+                state[param][COUNT] = count
+        for index in range(self.num_groups):
+            if self.number_of(index) == number:
+                entries = (self.entry_by_param.get(id(param)) for param in self.listed[index].params)
+                self.narrow_state_of(index, [entry for entry in entries if entry is not None])
 
     def narrow_state_of(self, index: int, entries: Sequence[Entry]) -> None:
         """Narrow what state there is already of ``entries``, of outer group ``index``, where it is held so."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fusedopt.buffers.bucket import Entry
 from fusedopt.inner.loading import has_own_format, load_in_place
-from fusedopt.inner.narrow_state import COUNT, is_narrow, opened, why_damaged, widened
+from fusedopt.inner.narrow_state import COUNT, counts_of, is_narrow, opened, why_damaged, widened, widened_in
 from fusedopt.inner.optimizers import Group, InnerOptimizers
 from fusedopt.inner.plain import find_objects, name_of, refuse_objects
 from fusedopt.nested import leaves
@@ -143,6 +143,8 @@ class StateDicts:
         whole = self._inner.consolidated
         optimizers = enumerate(self._inner.optimizers)
         custom = {number: opt.state_dict() for number, opt in optimizers if has_own_format(opt)}
+        if whole is not None:
+            custom = {number: widened_in(value) for number, value in custom.items()}
         signature = {**self._signature(), "inner": custom}
         others = self.others()
         if any(others.values()):
@@ -453,6 +455,8 @@ class StateDicts:
             else:
                 part = self._part_for(number, checked)
             load_in_place(opt, part, is_ours=checked.is_ours, held=self._inner.held[number])
+            if has_own_format(opt):
+                self._inner.narrow_loaded(number, counts_of(opt, part))
         self.set_main_params([own.get("main_param") for own in checked.state.values()])
         for index, own in checked.state.items():
             if own.get(COUNT):  # apart: inner optimizers take a state that is not empty for all that they keep

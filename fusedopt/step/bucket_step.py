@@ -29,7 +29,6 @@ from fusedopt.checks import hidden_optimizers
 from fusedopt.config import MainGradConfig
 from fusedopt.inner.bucket_probe import Tried, try_by_bucket
 from fusedopt.inner.hooks import StepGuard
-from fusedopt.inner.loading import has_own_format
 from fusedopt.inner.narrow_state import Narrowing, Opened
 from fusedopt.inner.optimizers import InnerOptimizers
 from fusedopt.inner.rollback import Counters
@@ -207,11 +206,6 @@ def narrowing_of(
             raise ValueError(
                 f"{_listed({name: getattr(config, name) for name in given})} with {type(opt).__name__}, {why}: all "
                 f"parameters would have to be there at once. Use {_listed(given)}"
-            )
-        if narrows and has_own_format(opt):
-            raise ValueError(
-                f'state_dtype="{config.state_dtype}" with {type(opt).__name__}, which has a state dict in a format of '
-                'its own, and would find narrow tensors where it looks for its own. Use state_dtype="float32"'
             )
         following = {path for one in tried for path in one.following}
         nonnegative = {path for one in tried for path in one.nonnegative}
