@@ -25,7 +25,7 @@ test-floor:
 
 # What the probe says of every optimizer class of two large collections, held against real cuts; minutes.
 zoo: $(VENV)/.installed
-	$(BIN)/python -m pytest tests/ecosystem/zoo_probe.py
+	$(BIN)/python -m pytest tests/ecosystem/zoo_probe.py tests/ecosystem/zoo_memory.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.run

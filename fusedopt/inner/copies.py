@@ -163,10 +163,18 @@ def reseed(device: torch.device) -> None:
 
     `torch.manual_seed` would seed those of all devices, also of GPUs that the user trains something else on.
     """
+    random.seed(0)
+    numpy.random.seed(0)
     torch.default_generator.manual_seed(0)
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(0)
+
+
+def generators(device: torch.device) -> tuple[Any, ...]:
+    """Return where the generators that `reseed` seeds are now; equal after as many draws."""
+    on_device = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
+    return random.getstate(), repr(numpy.random.get_state()), torch.get_rng_state().tolist(), on_device
 
 
 def state_to_come(optimizer: Optimizer, group: dict[str, Any], main_param: Tensor, name: str) -> dict[Any, Any]:

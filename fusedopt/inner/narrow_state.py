@@ -187,20 +187,25 @@ class Narrowing:
         return torch.uint8 if path in self.nonnegative else torch.int8
 
     def narrow(
-        self, wide: Tensor, path: Path, entry: Entry, noise: Noise, first: int, into: Mapping[str, Tensor] | None = None
+        self,
+        wide: Tensor,
+        path: Path,
+        strides: tuple[int, ...],
+        noise: Noise,
+        first: int,
+        into: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """Return what ``wide`` becomes, in the parameter's memory order.
+        """Return what ``wide`` becomes.
 
         Args:
             wide: float32, in any memory order.
             path: of it, in its parameter's state.
-            entry: the parameter.
+            strides: dense ones, of what it becomes.
             noise: of a range that holds these elements.
             first: number of its first element, as the noise counts.
             into: what it was narrowed into before, if it was; filled again, where that fits.
         """
         dtype = self._codes_dtype(path)
-        strides = entry.slot.strides if wide.shape == entry.slot.shape else (1,)
         if into is not None and into[CODES].dtype is dtype and into[CODES].stride() == strides:
             narrow = dict(into)
         else:
@@ -234,7 +239,8 @@ class Narrowing:
                 leaf = widen(leaf)
             if not self.takes(leaf, path, entry):
                 return leaf
-            return self.narrow(leaf, path, entry, _noise(path, count, first, leaf.numel(), leaf.device), first)
+            noise = noise_for(path, count, first, leaf.numel(), leaf.device)
+            return self.narrow(leaf, path, _strides_of(entry, leaf), noise, first)
 
         held = {key: map_leaves(hold, value, is_leaf=is_narrow, path=(key,)) for key, value in state.items()}
         if not (entry.is_lossy or any(is_narrow(leaf) for _, leaf in leaves(held, is_leaf=is_narrow))):
@@ -330,7 +336,8 @@ class Opened:
                     return leaf
                 was_narrowed = True
                 noise = self._noise_of(path, opened.count, leaf.device)
-                return self._narrowing.narrow(leaf, path, opened.entry, noise, opened.first, opened.narrow.get(path))
+                strides = _strides_of(opened.entry, leaf)
+                return self._narrowing.narrow(leaf, path, strides, noise, opened.first, opened.narrow.get(path))
 
             replace(opened.state, hold)
             if was_narrowed:
@@ -353,8 +360,13 @@ class Opened:
             alike = [opened for opened in self._opened if opened.count == count]
             first = min(opened.first for opened in alike)
             end = max(o.first + o.entry.main_param.numel() for o in alike if o.entry.main_param is not None)
-            self._noises[path, count] = _noise(path, count, first, end - first, device)
+            self._noises[path, count] = noise_for(path, count, first, end - first, device)
         return self._noises[path, count]
+
+
+def _strides_of(entry: Entry, part: Tensor) -> tuple[int, ...]:
+    """Return the memory order of a parameter, for state of all of it, or of a part, which is 1-D."""
+    return entry.slot.strides if part.shape == entry.slot.shape else (1,)
 
 
 def _instead(wide: Mapping[Path, Tensor], path: Path, leaf: Any) -> Any:
@@ -380,7 +392,8 @@ def replace(state: MutableMapping[Any, Any], act: Callable[[Path, Any], Any]) ->
             state[key] = made
 
 
-def _noise(path: Path, count: int, first: int, numel: int, device: torch.device) -> Noise:
+def noise_for(path: Path, count: int, first: int, numel: int, device: torch.device) -> Noise:
+    """Return the noise of ``numel`` elements from ``first`` on of all state at ``path``, narrowed ``count`` times."""
     return Noise(zlib.crc32(repr(path).encode()), count, first, max(1, numel), device)
 
 

@@ -196,10 +196,9 @@ def narrowing_of(
     for name, param in named if config.main_param != "float32" else ():
         if param.dtype is torch.float16 and param.requires_grad:
             raise ValueError(f'main_param="{config.main_param}" with parameter {name}: {why_not_split(param.dtype)}')
-    narrows = config.state_dtype != "float32"
     found = {}
     for number, opt in enumerate(optimizers):
-        tried = [] if _why_all_at_once(opt) is not None else _try_settings(opt, moves_state=narrows)
+        tried = [] if _why_all_at_once(opt) is not None else _try_settings(opt, config.state_dtype)
         why = _why_all_at_once(opt) or next((one.why_not for one in tried if one.why_not is not None), None)
         if why is not None:
             given = _given(config)
@@ -225,11 +224,11 @@ def _why_all_at_once(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _try_settings(optimizer: Optimizer, *, moves_state: bool) -> list[Tried]:
+def _try_settings(optimizer: Optimizer, state_dtype: str) -> list[Tried]:
     """Try each different set of settings of its groups."""
     tried: dict[str, Tried] = {}
     for group in optimizer.param_groups:
         settings = repr({key: value for key, value in group.items() if key not in ("params", "param_names")})
         if settings not in tried:
-            tried[settings] = try_by_bucket(optimizer, group, moves_state=moves_state)
+            tried[settings] = try_by_bucket(optimizer, group, state_dtype)
     return list(tried.values())

@@ -4,6 +4,7 @@ import copy
 import math
 import zlib
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -480,6 +481,34 @@ class KeepingState(torch.optim.Optimizer):
                     param.add_(velocity.mul_(0.9).add_(param.grad), alpha=-group["lr"])
 
 
+class FromState(torch.optim.Optimizer):
+    """Makes its weights of its state, as FTRL does: a percent of state is a percent of a weight."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    total = state.setdefault("total", torch.ones_like(param))
+                    weight = state.setdefault("weight", param * total)
+                    total.add_(param.grad.square(), alpha=1e-4)
+                    param.copy_(weight.add_(param.grad, alpha=-1e-3) / total)
+
+
+class DrawingOnce(torch.optim.SGD):
+    """Draws a number for each step, by which it seldom does something else."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if numpy.random.random() < 1e-3:
+            return None
+        return super().step(closure)
+
+
 def schedule_free(params):
     from schedulefree import AdamWScheduleFree
 
@@ -491,6 +520,8 @@ def schedule_free(params):
     [
         (lambda params: Coupled(params, lr=0.1), "one parameter decides about another"),
         (lambda params: KeepingState(params), "keeps their memory"),
+        (lambda params: FromState(params), "elsewhere when its state is rounded"),
+        (lambda params: DrawingOnce(params, lr=0.1), "draws random numbers for a step"),
         (lambda params: torch.optim.LBFGS(params), "evaluates its closure in between"),
         (schedule_free, "train\\(\\) and eval\\(\\)"),
     ],
