@@ -57,8 +57,8 @@ class Tried:
 
 
 MOST_LOST = 0.25
-"""Of the movement of parameters, by rounding of state in `_NUM_STEPS` steps. Of 8 bits, AdamW loses 2 %, Lion and its kin,
-which take signs, 6 %, and none of 87 classes more than 11 % (docs/optimizers.md)."""
+"""Of the movement of parameters, by rounding of state in `_NUM_STEPS` steps. Of 8 bits, AdamW loses 2 %, Lion and its
+kin, which take signs, 6 %, and none of 87 classes more than 11 % (docs/optimizers.md)."""
 
 
 def try_by_bucket(optimizer: Optimizer, group: dict[str, Any], state_dtype: str = "float32") -> Tried:
