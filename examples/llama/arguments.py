@@ -48,6 +48,10 @@ class TrainArguments:
     compare: bool = field(
         default=False, metadata={"help": "Run fp32, plain bf16 and bf16 + fusedopt; write table and picture."}
     )
+    compare_memory: bool = field(
+        default=False,
+        metadata={"help": "Run every way to hold main_params and state in fewer bytes; write table and picture."},
+    )
     max_steps: int = field(default=40, metadata={"help": "Optimizer steps."})
     learning_rate: float = field(default=1e-5, metadata={"help": "Peak learning rate."})
     warmup_steps: int = field(default=4, metadata={"help": "Steps of linear warmup; linear decay to zero after."})
@@ -70,8 +74,10 @@ def check_flags(*argument_groups: object) -> None:
 
 def check_ranks(args: TrainArguments, world_size: int) -> None:
     """Exit with a message where the run cannot be split over ``world_size`` ranks."""
-    if world_size > 1 and (args.compare or not args.main_grad):
-        raise SystemExit("--compare and --main_grad false run in one process: start them without torchrun")
+    if world_size > 1 and (args.compare or args.compare_memory or not args.main_grad):
+        raise SystemExit(
+            "--compare, --compare_memory and --main_grad false run in one process: start them without torchrun"
+        )
     if args.gradient_accumulation_steps % world_size:
         raise SystemExit(
             f"--gradient_accumulation_steps is {args.gradient_accumulation_steps}, and {world_size} ranks cannot share "

@@ -2,6 +2,7 @@
 
     python examples/llama/finetune.py             # one run: bf16 with fusedopt
     python examples/llama/finetune.py --compare   # three runs from one base: table and picture
+    python examples/llama/finetune.py --compare_memory   # all ways to hold a model in fewer bytes, and peers; an hour
     torchrun --nproc-per-node 2 examples/llama/finetune.py --main_grad_shard optimizer   # two ranks, the same losses
 
 Every run goes through ``finetune()``; the model's dtype and what ``make_optimizer()`` returns are the
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 from arguments import HERE, DataArguments, ModelArguments, TrainArguments, check_flags, check_ranks
+from base_model import TRAINING as BASE
 from base_model import check_llama_dir, make_base
 from cpu_bf16 import fast_bf16_linears
 from layers import LayerArguments, prepare_layers
@@ -44,6 +46,7 @@ class Mode(NamedTuple):
 FP32 = Mode("fp32", torch.float32, main_grad=False)
 PLAIN_BF16 = Mode("plain bf16", torch.bfloat16, main_grad=False)
 FUSEDOPT_BF16 = Mode("bf16 + fusedopt", torch.bfloat16, main_grad=True)
+FINE_TUNING_RATES = (1e-5, 3e-5, 1e-4)
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 
 
@@ -118,6 +121,37 @@ def finetune(
     return RunResult(mode.name, curve, changed / sum(p.numel() for p in base_weights), train_seconds)
 
 
+def compare_memory(
+    output_dir: Path,
+    base_dir: Path,
+    split: tuple[Tensor, Tensor],
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: TrainArguments,
+) -> None:
+    """Train in every way of `memory_runs`, from the base at three rates and from scratch at one; table and picture."""
+    import memory_runs  # here, because it imports fusedopt
+
+    plays = read_tokens(HERE / "plays.txt", base_dir, data_args.block_size)
+    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps // 2  # many runs
+    plans = [
+        memory_runs.Plan(
+            "fine-tuning", base_dir, *split, args.max_steps, args.warmup_steps, batch_size, FINE_TUNING_RATES
+        ),
+        memory_runs.Plan(
+            "from scratch",
+            base_dir,
+            *split_tokens(plays, data_args.eval_fraction, data_args.block_size),
+            *(model_args.base_steps, BASE["warmup_steps"], BASE["batch_size"] // 2, (BASE["learning_rate"],)),
+        ),
+    ]
+    with fast_bf16_linears(split[1].device):
+        runs = memory_runs.compare(plans, range(args.seed, args.seed + 3), output_dir / "memory.json")
+    rows = memory_runs.summary(runs)
+    print(memory_runs.table(rows))
+    print("wrote", output_dir / "memory.json", memory_runs.draw(output_dir / "memory.png", rows))
+
+
 def main(here: Ranks) -> None:
     """Read the flags, find the base, run one mode or all three."""
     groups = (ModelArguments, DataArguments, TrainArguments, LayerArguments)
@@ -136,6 +170,9 @@ def main(here: Ranks) -> None:
     tokens = read_tokens(Path(data_args.train_file), base_dir, data_args.block_size)
     train_tokens, eval_windows = split_tokens(tokens, data_args.eval_fraction, data_args.block_size)
 
+    if args.compare_memory:
+        compare_memory(output_dir, base_dir, (train_tokens, eval_windows), model_args, data_args, args)
+        return
     if args.compare:
         modes = [FP32, PLAIN_BF16, FUSEDOPT_BF16]
     else:
