@@ -482,8 +482,9 @@ def refuse_ddp(params: Sequence[Tensor]) -> None:
         return
     ours = {id(param) for param in params}
     for module in gc.get_objects():
-        # type(), not isinstance(): the latter runs code of lazy modules and dead weak proxies.
-        if not issubclass(type(module), nn.parallel.DistributedDataParallel):
+        # type(), not isinstance(): the latter runs code of lazy modules and dead weak proxies. Its bases, not
+        # issubclass(): among those is an abstract class, which asks Python code about each type.
+        if nn.parallel.DistributedDataParallel not in type(module).__mro__:
             continue
         if any(id(p) in ours for p in module.parameters()):
             raise RuntimeError(

@@ -2,6 +2,7 @@
 
 import itertools
 
+from tests.deep import in_turn
 from tests.distributed.programs import (
     ALL,
     Backward,
@@ -338,11 +339,15 @@ def a_clear_before_a_retry_on_one_rank_under_no_sync(w):
 
 
 def cases_of(name, windows, world_size, **fixed):
-    """Return one accident under every kind of shard, then a window without any; 3 ranks with overlap only."""
+    """Return one accident under every kind of shard, then a window without any; 3 ranks with overlap only.
+
+    Left to `make test-deep`: on 2 ranks the other overlap of each shard, on 3 ranks all shards but one.
+    """
     program = (*windows, plain_window(world_size, 2))
-    return [
-        (name, Settings(shard, overlap_grad_reduce=overlap, **fixed), program)
-        for shard in SHARDS
-        for overlap in ((True, False) if world_size == 2 else (True,))
-        if shard != "gradients" or "not_seen_under_gradients" not in name
-    ]
+    shards = [shard for shard in SHARDS if shard != "gradients" or "not_seen_under_gradients" not in name]
+    turn = [*EXACT, *MENDED_OR_RAISED].index(name)
+    if world_size == 2:
+        pairs = [(shard, overlap) for i, shard in enumerate(shards) for overlap in in_turn((True, False), turn + i)]
+    else:
+        pairs = [(shard, True) for shard in in_turn(shards, turn)]
+    return [(name, Settings(shard, overlap_grad_reduce=overlap, **fixed), program) for shard, overlap in pairs]

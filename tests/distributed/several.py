@@ -6,12 +6,12 @@ bare optimizer. Gradients are small multiples of 12, whatever the weights are, s
 
 import contextlib
 import dataclasses
-import itertools
 
 import torch
 from torch import nn
 
 import fusedopt
+from tests.deep import paired
 from tests.distributed.launcher import at
 
 SHARDS = ("none", "optimizer", "gradients")
@@ -177,7 +177,7 @@ class Several:
 
 B = Backward
 RANKS = (2, 3)
-CASES = list(itertools.product(SHARDS, (True, False), SIZES))
+CASES = paired(SHARDS, (True, False), SIZES)  # all combinations in `make test-deep`
 
 
 def assert_exact(results):

@@ -1,7 +1,6 @@
 """W ranks with k micro-batches each are one process with W * k, bit for bit; and what that costs in collectives."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fusedopt
+from tests.deep import in_turn, paired
 from tests.distributed.launcher import at, run
 from tests.distributed.programs import (
     ALL,
@@ -32,11 +32,11 @@ SHARDS = ("none", "optimizer", "gradients")
 
 
 def settings_for(shard, **fixed):
-    """Return every combination of how gradients are cut, reduced and gathered."""
-    cuts = [("element", None)] if shard == "none" else list(itertools.product(("element", "parameter"), (False, True)))
+    """Return how gradients are cut, reduced and gathered: each two of these meet, all in `make test-deep`."""
+    cuts = (["element"], [None]) if shard == "none" else (("element", "parameter"), (False, True))
     return [
         Settings(shard, by, overlap_grad_reduce=reduce, overlap_param_gather=gather, **fixed)
-        for (by, gather), reduce in itertools.product(cuts, (False, True))
+        for by, gather, reduce in paired(*cuts, (False, True))
     ]
 
 
@@ -138,8 +138,10 @@ def test_dtypes_optimizers_clipping_and_fused_layers_are_one_process(dtype, shar
         dataclasses.replace(base, num_groups=1, width=300),
         dataclasses.replace(base, num_groups=1, width=300, is_fused=True),
     ]
-    if shard != "none":
-        variants += [dataclasses.replace(s, shard_by="parameter") for s in variants]
+    if shard != "none":  # each variant under one of two cuts, the other one with the other dtype or shard; or deep
+        turn = (dtype is torch.float32) + (shard == "gradients")
+        both = [[s, dataclasses.replace(s, shard_by="parameter")] for s in variants]
+        variants = [s for number, of in enumerate(both) for s in in_turn(of, number + turn)]
     cases = []
     for settings in variants:
         k = settings.gradient_accumulation_steps

@@ -1,7 +1,7 @@
 """Every accident of a training loop: each gradient is counted once.
 
 Programs are played under every kind of shard, with and without overlap, on 2 and 3 ranks, and compared with one
-process after every row; see `programs`.
+process after every row; see `programs`. Which of these meet is for `cases_of`.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ def test_exact(name, world_size):
     cases = cases_of(name, EXACT[name](world_size), world_size)
     results = play_on_ranks(world_size, cases)
     assert_exact(results)
-    assert len(results[0]) == len(cases) >= 2
+    assert len(results[0]) == len(cases) >= 1
     assert all(sum(counts["reduce"] for counts in played.counts) >= NUM_BLOCKS for played in results[0])
     assert not any(played.raised for played in results[0])
 
