@@ -16,8 +16,9 @@ from fusedopt import FusedMainGradOptimizer
 from fusedopt.buffers.encodings import NOISE_ROW, Noise, join24_, narrow_bf16_, split24_
 from fusedopt.buffers.int8 import decode_int8_, encode_int8_, num_blocks
 from fusedopt.inner.narrow_state import CODES, COUNT, SCALES
+from tests.deep import IS_DEEP, paired
 
-SHAPES = ((300, 20), (7,), (600, 500), (16, 3, 6, 3), (), (257,))
+SHAPES = ((300, 20), (7,), (300, 250), (16, 3, 6, 3), (), (257,))
 DTYPES = ("bfloat16", "int8")
 STEPS = 6
 
@@ -195,9 +196,12 @@ def wide_state(optimizer):
 COMBINATIONS = [(s, m) for s in DTYPES for m in ("float32", "split", "split24")] + [("float32", "split24")]
 
 
-@pytest.mark.parametrize(("state_dtype", "main_param"), COMBINATIONS)
-@pytest.mark.parametrize("name", [name for name in INNERS if name != "own format"])  # whose state is elsewhere
-def test_it_is_the_bare_optimizer_whose_state_goes_through_the_codes(name, state_dtype, main_param):
+OTHERS = [name for name in INNERS if name != "own format"]  # whose state is elsewhere
+
+
+@pytest.mark.parametrize(("name", "held"), paired(OTHERS, COMBINATIONS))
+def test_it_is_the_bare_optimizer_whose_state_goes_through_the_codes(name, held):
+    state_dtype, main_param = held
     params = make_params()
     optimizer = wrap(params, name, state_dtype, main_param=main_param)
     train(optimizer, params, range(STEPS))
@@ -269,10 +273,14 @@ def consolidated(optimizer, target, params, again):
     target.load_state_dict(state)
 
 
-@pytest.mark.parametrize("route", [as_it_is, consolidated, through_torch])
-@pytest.mark.parametrize(("state_dtype", "main_param"), COMBINATIONS)
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "SGD without momentum", "average of weights", "own format"])
-def test_a_resumed_run_ends_in_the_bits_of_the_one_that_went_on(name, state_dtype, main_param, route):
+RESUMED = ["AdamW", "SGD", "SGD without momentum", "average of weights", "own format"]
+
+
+@pytest.mark.parametrize(
+    ("route", "held", "name"), paired([as_it_is, consolidated, through_torch], COMBINATIONS, RESUMED)
+)
+def test_a_resumed_run_ends_in_the_bits_of_the_one_that_went_on(name, held, route):
+    state_dtype, main_param = held
     params = make_params()
     optimizer = wrap(params, name, state_dtype, main_param=main_param)
     if name == "own format" and route is through_torch:
@@ -359,10 +367,10 @@ def test_state_that_is_there_when_it_is_wrapped_is_narrowed_at_once():
     assert optimizer.state[params[-1]]["exp_avg"][CODES].dtype is torch.int8  # of the fp32 parameter
 
 
-@pytest.mark.parametrize("state_dtype", DTYPES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=50 if IS_DEEP else 10, deadline=None)
 @given(data=st.data())
-def test_programs_of_loads_copies_and_edits_end_where_the_uninterrupted_run_does(state_dtype, data):
+def test_programs_of_loads_copies_and_edits_end_where_the_uninterrupted_run_does(data):
+    state_dtype = data.draw(st.sampled_from(DTYPES))
     name = data.draw(st.sampled_from(["AdamW", "AdamW foreach", "RMSprop", "SGD without momentum"]))
     main_param = data.draw(st.sampled_from(["float32", "split", "split24"]))
     params, others = make_params(), make_params()

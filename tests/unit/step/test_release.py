@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fusedopt import FusedLinear, FusedMainGradOptimizer, MainGradConfig
+from tests.deep import IS_DEEP
 
 WIDTH = 520  # a weight is a bucket of 1 MiB
 STEPS = 4
@@ -94,7 +95,7 @@ def test_weights_and_state_have_every_bit_of_whole_steps(name, dtype, main_param
     assert found["none"][2] == found["backward"][2]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40 if IS_DEEP else 10, deadline=None)
 @given(data=st.data())
 def test_models_of_all_kinds_end_where_whole_steps_bring_them(data):
     more = {
