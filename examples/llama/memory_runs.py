@@ -248,28 +248,31 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+OUR_STYLE, PEER_STYLE = ("#0072B2", "o^vsDP"), ("#D55E00", "<>8X")  # colours of Okabe and Ito, and markers
+
+
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     """Draw bytes a parameter against the gain, one panel for each start and learning rate."""
     panels = list(dict.fromkeys((row["start"], row["learning_rate"]) for row in rows))
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(3.4 * len(panels), 4.2), dpi=150, layout="constrained", sharey=True
+    size = (3.2 * len(panels), 4.4)
+    figure, found = plt.subplots(
+        1, len(panels), figsize=size, dpi=150, layout="constrained", sharey=True, squeeze=False
     )
-    for axis, (start, rate) in zip(axes if len(panels) > 1 else [axes], panels, strict=True):
-        here = [row for row in rows if (row["start"], row["learning_rate"]) == (start, rate)]
-        for row in here:
-            is_ours = row["way"] in OURS
-            axis.plot(
-                row["bytes_per_param"],
-                100 * row["gain"],
-                "o" if is_ours else "s",
-                color="#0072B2" if is_ours else "#D55E00",
-            )
-            axis.annotate(row["way"], (row["bytes_per_param"], 100 * row["gain"]), fontsize=6, rotation=40)
+    axes = list(found[0])
+    for axis, (start, rate) in zip(axes, panels, strict=True):
         axis.axhline(99, color="#999999", linewidth=1)
-        axis.set_title(f"{start}, {rate:g}", fontsize=9)
+        for color, markers, is_ours in ((*OUR_STYLE, True), (*PEER_STYLE, False)):
+            here = [row for row in rows if (row["start"], row["learning_rate"]) == (start, rate)]
+            here = [row for row in here if (row["way"] in OURS) is is_ours]
+            for row, marker in zip(here, markers, strict=False):
+                style = {"marker": marker, "color": color, "linestyle": "none", "markersize": 8, "alpha": 0.8}
+                axis.plot(row["bytes_per_param"], 100 * row["gain"], label=row["way"], **style)
+        axis.set_title(f"{start}, learning rate {rate:g}", fontsize=9)
         axis.set_xlabel("bytes a parameter")
+        axis.set_ylim(0, 105)
         axis.spines[["top", "right"]].set_visible(False)
-    (axes[0] if len(panels) > 1 else axes).set_ylabel("gain, % of fp32 state's")
+    axes[0].set_ylabel("taken off the loss, % of what fp32 state takes")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     figure.savefig(path)
     plt.close(figure)
     return path
