@@ -1,6 +1,7 @@
 """Run a script as `python` or `torchrun` would, in ranks that are forked with its imports done: a third of the time.
 
-What a script needs of a process of its own, and what torchrun does, is tested with a real one, once for each script.
+What a script needs of a process of its own, and what torchrun does, is tested with a real one: for the first example
+always, for each script in `make test-deep`.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fusedopt import FusedMainGradOptimizer
 from fusedopt.sharding.channel import BLOCK_NBYTES
+from tests.deep import IS_DEEP
 from tests.distributed.checkpoint_cases import (
     KINDS,
     LAYOUTS,
@@ -53,8 +54,9 @@ def assert_is_part(part, expected, optimizer):
 def every_layout(rank, world_size, folder):
     kinds_of_parts = set()
     kinds = list(KINDS)
-    cases = [("AdamW bf16", layout) for layout in LAYOUTS]  # and every kind, over the sizes in every layout
-    cases += [(kind, LAYOUTS[(number + world_size) % len(LAYOUTS)]) for number, kind in enumerate(kinds)]
+    # Every kind, over the sizes in every layout, and AdamW cut by elements; in a deep run AdamW in every layout.
+    cases = [(kind, LAYOUTS[(number + world_size) % len(LAYOUTS)]) for number, kind in enumerate(kinds)]
+    cases += [("AdamW bf16", layout) for layout in LAYOUTS if IS_DEEP or layout == LAYOUTS[1 if world_size == 3 else 3]]
     for kind, layout in cases:
         kinds_of_parts |= one_layout(kind, layout, world_size, folder)
         settle()

@@ -19,19 +19,36 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fusedopt
 from fusedopt import recompute
+from tests.deep import in_turn
 from tests.distributed.launcher import at, run, settle
 from tests.distributed.llama_cases import CASES, batch, build, loss_of, split
 
-WINDOWS, MICRO_BATCHES = 3, 2
+WINDOWS, MICRO_BATCHES = 2, 2
 MAX_NORM = 0.1
 BOUND = 1e-12
 """fp64 sums in another order. Behind an element stand 2 layers of 7 products, forward and backward, each a sum of at
 most 64 addends (columns, or the tokens of a window on all ranks): 2 * 2 * 7 * 64 * 2**-53 = 2e-13, of a gradient whose
-norm is clipped to 0.1. AdamW makes of that at most lr / eps = 10 times as much in a weight, in each of three windows:
-6e-13. The largest found is 7e-16. The least that was broken on purpose, the global norm counting what is replicated
+norm is clipped to 0.1. AdamW makes of that at most lr / eps = 10 times as much in a weight, in each of two windows:
+4e-13. The largest found is 7e-16. The least that was broken on purpose, the global norm counting what is replicated
 twice, puts weights off by 7e-5."""
 
 SHARDS = ("none", "optimizer", "gradients")
+
+
+VARIANTS = ("converted", "full", "full_attn")
+
+# Each way of splitting with one shard and one variant in its turn, what splits sequences with every shard once more on
+# the small model, and both ways of fusing a whole head; `make test-deep` has all with all.
+TRAININGS = [
+    (name, shard)
+    for turn, (name, case) in enumerate(CASES.items())
+    for shard in (SHARDS if case.is_block and case.is_sequence else in_turn(SHARDS, turn))
+]
+VARIATIONS = [
+    (name, variant)
+    for turn, name in enumerate(CASES)
+    for variant in (VARIANTS[:2] if name == "untied" else in_turn(VARIANTS, turn + 1))
+]
 
 
 def local(tensor):
@@ -139,7 +156,7 @@ def train_all(rank):
         stock, collectives = split(build(case, torch.float64), case, mesh), []
         backward(stock, case, 0, 0, mesh, collectives)
         results[name] = (reference[0], collectives)
-        for shard in SHARDS:
+        for _, shard in [pair for pair in TRAININGS if pair[0] == name]:
             at(f"{name}, {shard}")
             settle()
             results[name, shard] = train(mesh, case, shard, reference)
@@ -148,11 +165,11 @@ def train_all(rank):
 
 @pytest.fixture(scope="module")
 def trained():
-    """Every case with every shard, in one launch; by rank."""
+    """The trainings in fp64, in one launch; by rank."""
     return run(train_all, 4)
 
 
-every_training = pytest.mark.parametrize(("name", "shard"), [(name, shard) for name in CASES for shard in SHARDS])
+every_training = pytest.mark.parametrize(("name", "shard"), TRAININGS)
 
 
 @every_training
@@ -287,9 +304,6 @@ def vary(mesh, case, variant, grads):
     return differing, fused.call_count, len(forwards)
 
 
-VARIANTS = ("converted", "full", "full_attn")
-
-
 def compare_all(rank):
     mesh = mesh_of()
     results = {}
@@ -297,7 +311,7 @@ def compare_all(rank):
         at(f"{name}, bf16")
         settle()
         grads, *results[name] = train_in_bf16(mesh, case)
-        for variant in VARIANTS:
+        for _, variant in [pair for pair in VARIATIONS if pair[0] == name]:
             at(f"{name}, {variant}")
             settle()
             results[name, variant] = vary(mesh, case, variant, grads[0])
@@ -306,7 +320,7 @@ def compare_all(rank):
 
 @pytest.fixture(scope="module")
 def compared():
-    """Every case with every variant, in one launch; by rank."""
+    """Every case in bf16, with its variants, in one launch; by rank."""
     return run(compare_all, 4)
 
 
@@ -318,7 +332,7 @@ def test_main_grad_is_the_fp32_sum_of_the_bf16_gradients_of_torch_alone(compared
         assert rounded == [True] * WINDOWS  # a bf16 sum would be caught
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, variant in VARIATIONS if variant == "converted"])
 def test_converted_linears_that_are_split_have_the_bits_of_plain_ones(compared, name):
     case = CASES[name]
     is_head_whole = not (case.is_block or case.splits_vocabulary)
@@ -332,8 +346,7 @@ def test_converted_linears_that_are_split_have_the_bits_of_plain_ones(compared, 
         assert all(0.0 < error <= 2**-8 for error in differing.values())
 
 
-@pytest.mark.parametrize("variant", VARIANTS[1:])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "variant"), [pair for pair in VARIATIONS if pair[1] != "converted"])
 def test_recomputation_changes_no_bit_of_main_grad(compared, name, variant):
     for results in compared:
         differing, _, num_forwards = results[name, variant]

@@ -1,12 +1,11 @@
 """FusedOptTrainer on two ranks is the plain fp32 loop bit for bit: every shard, checkpointing, tied or not."""
 
-import itertools
-
 import pytest
 import torch
 
 from fusedopt.integrations.transformers import FusedOptArguments
 from tests import trainer_cases as cases
+from tests.deep import paired
 from tests.distributed.launcher import at, run
 
 NUM_EXAMPLES = 40  # 20 batches, ten on each rank: windows of 4, 4 and 2
@@ -17,7 +16,7 @@ RECOMPUTE = {
     "recomputed": {"recompute": True},
     "reentrant": {"recompute": True, "recompute_use_reentrant": True},
 }
-MATRIX = list(itertools.product((False, True), SHARDS, RECOMPUTE))
+MATRIX = paired((False, True), SHARDS, RECOMPUTE)  # nine of 18, but for `make test-deep`
 
 
 def make_trainer(model, output_dir, flags, data=None, cls=None, inner=None, **changed):
@@ -57,7 +56,7 @@ def reference_of(tied, norms, world_size=2, data=None, **settings):
 
 def test_every_shard_and_checkpointing_is_the_plain_loop_tied_or_not(tmp_path):
     first, second = run(train_matrix, 2, tmp_path)
-    assert len(first) == len(MATRIX) == 18
+    assert len(first) == len(MATRIX) >= 9
     for (tied, shard, recompute), found, other in zip(MATRIX, first, second, strict=True):
         assert len(found.norms) == NUM_WINDOWS, (tied, shard, recompute)
         assert max(found.norms) > cases.MAX_NORM > min(found.norms)  # it clipped, and it let pass

@@ -20,7 +20,7 @@ SCRIPT = EXAMPLE / "finetune.py"
 RUNS = ("fp32", "plain bf16", "bf16 + fusedopt")
 FEW = (
     *("--base_steps", "3", "--max_steps", "3", "--warmup_steps", "0", "--eval_steps", "2"),
-    *("--block_size", "64", "--per_device_train_batch_size", "1", "--eval_fraction", "0.05"),
+    *("--block_size", "64", "--per_device_train_batch_size", "1", "--eval_fraction", "0.01"),
 )
 
 

@@ -10,7 +10,7 @@ from tests.scripts import ROOT, run_script
 SCRIPT = ROOT / "examples" / "llama" / "finetune.py"
 FEW = (
     *("--base_steps", "3", "--max_steps", "3", "--warmup_steps", "0", "--eval_steps", "1", "--learning_rate", "1e-4"),
-    *("--block_size", "64", "--per_device_train_batch_size", "1", "--eval_fraction", "0.05"),
+    *("--block_size", "64", "--per_device_train_batch_size", "1", "--eval_fraction", "0.01"),
     *("--gradient_accumulation_steps", "4"),
 )
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from fusedopt.integrations.arguments import FusedOptArguments
+from tests.deep import IS_DEEP
 from tests.scripts import ROOT, run_script
 
 EXAMPLE = ROOT / "examples" / "llama"
@@ -39,14 +40,15 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(base, tmp_path_factory):
-    """Return a function that runs the script, once for the same flags; on more than one rank under torchrun itself."""
+    """Return a function that runs the script, once for the same flags; deep, two ranks under torchrun itself."""
     done = {}
 
     def run(*flags, num_ranks=1):
+        is_real = IS_DEEP and num_ranks > 1
         if (num_ranks, flags) not in done:
             output_dir = tmp_path_factory.mktemp("out") / "trainer"
             paths = ("--model_name_or_path", str(base), "--output_dir", str(output_dir))
-            ended = run_script(SCRIPT, *flags, *FEW, *paths, num_ranks=num_ranks, is_real=num_ranks > 1)
+            ended = run_script(SCRIPT, *flags, *FEW, *paths, num_ranks=num_ranks, is_real=is_real)
             assert ended.returncode == 0, ended.stderr
             done[num_ranks, flags] = Run(output_dir, ended.stdout, ended.stderr)
         return done[num_ranks, flags]
