@@ -4,11 +4,14 @@ Halves of main_params and released gradients change no bit. State in bfloat16 or
 encodings lose, which depends on what an optimizer makes of its state: `BOUND` is of the whole movement in ten steps,
 from what was measured (docs/optimizers.md has the figures), and 24 bits may lose `LOST_BITS` of a weight in each step.
 A class is refused with its reason, or it is right.
+
+``python -m tests.ecosystem.zoo_memory`` writes docs/optimizers.md.
 """
 
 import functools
 import importlib
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,3 +139,55 @@ def test_who_is_refused_is_told_why():
         "is rounded",
     )
     assert all(any(reason in text for reason in known) for text in refusals)
+
+
+PAGE = """# Optimizers in fewer bytes
+
+Every class of torch and of the packages in the development requirements that runs with plain arguments (a closure, a
+graph or matrices only: not here), held in the ways of [memory.md](memory.md). `python -m tests.ecosystem.zoo_memory`
+writes this page; `make zoo` holds it. Four tensors of a bf16 model, ten steps with gradients over three orders of
+magnitude.
+
+*equal*: main_params have every bit of the same run in full precision. A percentage is how far parameters end from that
+run, of the way that they went; *narrow* says which state was. "all" is `"split24"`, `"int8"` and released; what
+rounding to 24 bits may lose is taken off.
+
+{counts}
+
+| class | `"split"` | released | `"bfloat16"` | `"int8"` | all | narrow |
+|---|---|---|--:|--:|--:|---|
+{rows}
+
+## Refused
+
+{refusals}
+"""
+
+
+def page():
+    """Return docs/optimizers.md."""
+    rows, refusals = [], []
+    for name, ways in sorted(outcomes().items()):
+        cells, reason = [], None
+        for way in WAYS:
+            if isinstance(ways[way], str):
+                cells.append("-")
+                reason = reason or (way, ways[way].partition(f"with {name.split('.')[-1]}, ")[2].partition(": all")[0])
+            else:
+                found, held = ways[way]
+                cells.append(("equal" if found else "**differs**") if way in EXACT else f"{found:.1%}" if held else "")
+        held = ways["int8"][1] if not isinstance(ways["int8"], str) else ()
+        if set(cells) != {"-"}:
+            rows.append(
+                f"| `{name}` | {' | '.join(cells)} | {', '.join(f'`{one}`' for one in sorted(map(str, held)))} |"
+            )
+        if reason is not None:
+            refusals.append(f"- `{name}`{'' if set(cells) == {'-'} else ', narrow state'}: {reason[1]}")
+    num = {way: sum(not isinstance(ways[way], str) for ways in outcomes().values()) for way in WAYS}
+    went = f"{num['split']} go in halves, {num['released']} released, and {num['int8']} with 8 bits"
+    counts = f"Of {len(outcomes())} classes {went}."
+    return PAGE.format(counts=counts, rows="\n".join(rows), refusals="\n".join(refusals))
+
+
+if __name__ == "__main__":
+    (Path(__file__).parents[2] / "docs/optimizers.md").write_text(page(), encoding="utf-8")

@@ -139,7 +139,8 @@ def test_two_ranks_allocate_what_was_planned(capsys, engine, shard, flags):
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("8e9", 8 * 10**9), ("8B", 8 * 10**9), ("1.5m", 1_500_000), ("1_234_567", 1_234_567)]
+    ("text", "count"),
+    [("8e9", 8 * 10**9), ("8B", 8 * 10**9), ("1.5m", 1_500_000), ("1_234_567", 1_234_567), ("8.03B", 8_030_000_000)],
 )
 def test_a_number_of_parameters_is_read_as_people_write_it(capsys, text, count):
     assert plan(capsys, "--params", text)[0].startswith(f"{count:,} parameters of 2 bytes")
