@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusedopt
+from tests.deep import in_turn
 from tests.distributed.launcher import run
 from tests.distributed.programs import Backward, Settings, make_net
 
@@ -86,7 +87,7 @@ ACCESSES = {
 }
 
 
-def touch(rank, shard, shard_by):
+def touch(rank, shard, shard_by, names):
     """Return, per access, whether parameters were on their way before, and what went wrong."""
     torch.set_printoptions(threshold=10**6, precision=8)
     problems, num_pending = [], 0
@@ -96,7 +97,8 @@ def touch(rank, shard, shard_by):
     if rank == 1:
         optimizer._inner.optimizers[0].register_step_post_hook(lambda *_: time.sleep(DELAY_SECONDS))
     weight = net.get_parameter(NAME)
-    for number, (name, access) in enumerate(ACCESSES.items()):
+    for number, name in enumerate(names):
+        access = ACCESSES[name]
         net(Backward(), (number, rank)).backward()
         before = weight.detach().clone()
         optimizer.step()
@@ -119,9 +121,12 @@ def touch(rank, shard, shard_by):
 @pytest.mark.parametrize("shard_by", ["element", "parameter"])
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_every_access_waits_for_parameters_that_are_on_their_way(shard, shard_by):
-    results = run(touch, 2, shard, shard_by)
+    # Each access with either shard and either cut; with each pair of them in a deep run.
+    turn = (shard == "gradients") + (shard_by == "parameter")
+    names = [name for half in in_turn([list(ACCESSES)[::2], list(ACCESSES)[1::2]], turn) for name in half]
+    results = run(touch, 2, shard, shard_by, names)
     assert [problems for problems, _ in results] == [[], []]
-    assert results[0][1] == len(ACCESSES)
+    assert results[0][1] == len(names)
 
 
 def look_between_step_and_forward(rank):

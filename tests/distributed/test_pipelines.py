@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 import fusedopt
+from tests.deep import paired
 from tests.distributed.launcher import at, recorded_warnings, run
 
 DOUBLE_BOUND, SINGLE_BOUND = 1e-13, 1e-5
@@ -173,32 +174,28 @@ def check(results, num_replicas, way, dtype=torch.float64):
 
 
 DTYPES = (torch.float64, torch.bfloat16)
+WAYS = ("plain", "no_sync", "merge")
+ALONE = paired([*WHOLE_BACKWARDS, *ZERO_BUBBLE], ("plain", "merge"), DTYPES)  # about half, but for `make test-deep`
+TIMES_TWO = paired(WHOLE_BACKWARDS, SHARDS, WAYS)  # a third of all, likewise
+ZERO_BUBBLE_TIMES_TWO = paired(ZERO_BUBBLE, SHARDS[:2], WAYS)  # half, likewise
 
 
 @functools.cache  # a launch for all cases: most of its time goes into starting ranks
 def alone():
-    kinds = (*WHOLE_BACKWARDS, *ZERO_BUBBLE)
-    cases = [(kind, "none", way, dtype) for kind in kinds for way in ("plain", "merge") for dtype in DTYPES]
-    return run(trains_all, 2, cases)
+    return run(trains_all, 2, [(kind, "none", way, dtype) for kind, way, dtype in ALONE])
 
 
 @functools.cache
 def times_two():
-    kinds = [(kind, SHARDS) for kind in WHOLE_BACKWARDS] + [(kind, SHARDS[:2]) for kind in ZERO_BUBBLE]
-    cases = [(kind, shard, way) for kind, shards in kinds for shard in shards for way in ("plain", "no_sync", "merge")]
-    return run(trains_all, 4, cases)
+    return run(trains_all, 4, TIMES_TWO + ZERO_BUBBLE_TIMES_TWO)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("way", ["plain", "merge"])
-@pytest.mark.parametrize("kind", [*WHOLE_BACKWARDS, *ZERO_BUBBLE])
+@pytest.mark.parametrize(("kind", "way", "dtype"), ALONE)
 def test_two_stages_alone_are_gradient_merge_on_one_process(kind, way, dtype):
     check([on_rank[kind, "none", way, dtype] for on_rank in alone()], 1, way, dtype)
 
 
-@pytest.mark.parametrize("way", ["plain", "no_sync", "merge"])
-@pytest.mark.parametrize("shard", SHARDS)
-@pytest.mark.parametrize("kind", WHOLE_BACKWARDS)
+@pytest.mark.parametrize(("kind", "shard", "way"), TIMES_TWO)
 def test_two_stages_times_two_replicas_are_gradient_merge_on_one_process(kind, shard, way):
     results = [on_rank[kind, shard, way] for on_rank in times_two()]
     check(results, 2, way)
@@ -215,9 +212,7 @@ def test_two_stages_times_two_replicas_are_gradient_merge_on_one_process(kind, s
         assert {counts for _, _, _, counts in results} == {expected[shard, way]}
 
 
-@pytest.mark.parametrize("way", ["plain", "no_sync", "merge"])
-@pytest.mark.parametrize("shard", ["none", "optimizer"])
-@pytest.mark.parametrize("kind", ZERO_BUBBLE)
+@pytest.mark.parametrize(("kind", "shard", "way"), ZERO_BUBBLE_TIMES_TWO)
 def test_zero_bubble_times_two_replicas_is_gradient_merge_on_one_process(kind, shard, way):
     check([on_rank[kind, shard, way] for on_rank in times_two()], 2, way)
 
