@@ -87,7 +87,7 @@ def one_layout(kind, layout, world_size, folder):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_layout_gives_the_whole_and_takes_it_and_goes_on_from_it(world_size, references):
-    cut = run(every_layout, world_size, world_size, references)
+    cut = run(every_layout, world_size, world_size, references, reuses=True)
     assert any(cut) is (world_size > 1)  # shards did go through parameters
 
 
@@ -109,7 +109,7 @@ def bare(rank, world_size):
 
 
 def test_a_bare_optimizers_state_is_cut_and_training_goes_on_bit_equal():
-    run(bare, 3, 3)
+    run(bare, 3, 3, reuses=True)
 
 
 # -- parts
@@ -147,7 +147,7 @@ def parts(rank, world_size, folder, references):
 
 
 def test_every_ranks_own_part_resumes_bit_equal_on_the_same_layout(references, tmp_path):
-    run(parts, 2, 2, tmp_path, references)
+    run(parts, 2, 2, tmp_path, references, reuses=True)
 
 
 def copies(rank, world_size):
@@ -178,7 +178,7 @@ def copies(rank, world_size):
 
 
 def test_copies_of_a_sharded_pair_train_on_their_own_and_nothing_is_communicated():
-    run(copies, 2, 2)
+    run(copies, 2, 2, reuses=True)
 
 
 # -- refusals
@@ -234,7 +234,7 @@ def refusals(rank, world_size, folder, references):
 
 
 def test_what_one_rank_must_refuse_all_refuse_and_nothing_changes(references, tmp_path):
-    run(refusals, 2, 2, tmp_path, references)
+    run(refusals, 2, 2, tmp_path, references, reuses=True)
 
 
 class OwnFormat(torch.optim.SGD):
@@ -286,7 +286,7 @@ def odd_ones(rank, folder):
 
 
 def test_formats_and_keys_of_an_optimizers_own_are_refused_where_they_would_be_lost(tmp_path):
-    run(odd_ones, 2, tmp_path)
+    run(odd_ones, 2, tmp_path, reuses=True)
 
 
 # -- consolidation
@@ -345,7 +345,7 @@ def consolidations(rank, references):
 
 
 def test_consolidation_sends_every_tensor_once_to_one_rank_until_the_next_step(references):
-    run(consolidations, 2, references)
+    run(consolidations, 2, references, reuses=True)
 
 
 # -- parameters that were frozen when loading
@@ -371,4 +371,4 @@ def unfreeze(rank, references):
 
 
 def test_state_that_was_loaded_for_a_frozen_parameter_is_cut_when_it_is_unfrozen(references):
-    run(unfreeze, 2, references)
+    run(unfreeze, 2, references, reuses=True)

@@ -100,9 +100,9 @@ def test_torchs_checkpoints_load_into_any_layout_and_training_goes_on_bit_equal(
     cases = [case for half in cases for case in half]
     if IS_DEEP and pair == PAIRS[0]:
         cases += [(10 + number, ("AdamW bf16", route)) for number, route in enumerate(list(ROUTES)[1:])]
-    run(save_many, saved_by, [(n, (kind, saved_layout, route)) for n, (kind, route) in cases], tmp_path)
+    run(save_many, saved_by, [(n, (kind, saved_layout, route)) for n, (kind, route) in cases], tmp_path, reuses=True)
     loads = [(n, (kind, loaded_layout, route)) for n, (kind, route) in cases]
-    run(load_many, loaded_by, loaded_by, loads, tmp_path, references)
+    run(load_many, loaded_by, loaded_by, loads, tmp_path, references, reuses=True)
 
 
 def load_whole_from_one_rank(rank, references):
@@ -128,7 +128,7 @@ def load_whole_from_one_rank(rank, references):
 
 
 def test_one_ranks_whole_state_is_broadcast_and_cut_and_whole_state_is_refused_by_name(references):
-    run(load_whole_from_one_rank, 2, references)
+    run(load_whole_from_one_rank, 2, references, reuses=True)
 
 
 def on_a_mesh(rank, folder, references):
@@ -149,11 +149,11 @@ def on_a_mesh(rank, folder, references):
 
 
 def test_of_replicas_on_a_mesh_one_sends(references, tmp_path):
-    sent = run(on_a_mesh, 4, tmp_path, references)
+    sent = run(on_a_mesh, 4, tmp_path, references, reuses=True)
     to_agree = 2 * (2 * BLOCK_NBYTES * 3 // 4)
     assert [nbytes - to_agree > 1000 for nbytes in sent].count(True) == 1  # rank 2 has its own part, and wants one more
-    run(load_many, 1, 1, [], tmp_path, references)
-    run(load_from_mesh, 3, tmp_path, references)
+    run(load_many, 1, 1, [], tmp_path, references, reuses=True)
+    run(load_from_mesh, 3, tmp_path, references, reuses=True)
 
 
 def load_from_mesh(rank, folder, references):

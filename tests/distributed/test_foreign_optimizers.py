@@ -107,7 +107,7 @@ def closures_alone(cls, world_size):
 
 @pytest.mark.parametrize("cls", [AliG, Climbs, Searches])
 def test_ranks_evaluate_alike_and_decide_by_the_mean_of_their_losses_as_one_process(cls):
-    results = run(closures_on_a_rank, 2, cls, "none", 2, torch.float32)
+    results = run(closures_on_a_rank, 2, cls, "none", 2, torch.float32, reuses=True)
     assert results[0][0] == results[1][0]
     expected_losses, expected = closures_alone(cls, 2)
     assert results[0][0] == pytest.approx(expected_losses, rel=1e-6)
@@ -119,8 +119,8 @@ def test_ranks_evaluate_alike_and_decide_by_the_mean_of_their_losses_as_one_proc
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_under_a_shard_an_optimizer_that_evaluates_once_and_first_trains_as_without(shard):
-    expected = run(closures_on_a_rank, 2, AliG, "none", 2, torch.float32)
-    results = run(closures_on_a_rank, 2, AliG, shard, 2, torch.float32)
+    expected = run(closures_on_a_rank, 2, AliG, "none", 2, torch.float32, reuses=True)
+    results = run(closures_on_a_rank, 2, AliG, shard, 2, torch.float32, reuses=True)
     for (losses, params), (want_losses, want) in zip(results, expected, strict=True):
         assert losses == want_losses
         assert all(torch.equal(a, b) for a, b in zip(params, want, strict=True))
@@ -147,7 +147,7 @@ def refused_on_a_rank(rank, cls, shard):
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 @pytest.mark.parametrize("cls", [Climbs, Searches])
 def test_under_a_shard_an_optimizer_that_moves_first_or_asks_again_is_refused_on_all_ranks(cls, shard):
-    assert all(run(refused_on_a_rank, 2, cls, shard))
+    assert all(run(refused_on_a_rank, 2, cls, shard, reuses=True))
 
 
 # -- groups of which a rank has nothing
@@ -196,7 +196,7 @@ def empty_groups_on_a_rank(rank, cls, shard, dtype, freezes):
 @pytest.mark.parametrize(("dtype", "freezes"), [(torch.float32, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("cls", [Lion, Counts, torch.optim.AdamW])
 def test_a_group_of_which_a_rank_has_nothing_is_stepped_by_the_others_and_counted_by_all(cls, dtype, freezes):
-    results = {shard: run(empty_groups_on_a_rank, 2, cls, shard, dtype, freezes) for shard in SHARDS}
+    results = {shard: run(empty_groups_on_a_rank, 2, cls, shard, dtype, freezes, reuses=True) for shard in SHARDS}
     assert any(result[2] for result in results["optimizer"])  # one rank does have an empty group
     for shard in SHARDS[1:]:
         for (params, groups, _), (want, want_groups, _) in zip(results[shard], results["none"], strict=True):
@@ -233,7 +233,7 @@ def held_on_a_rank(rank, world_size):
 
 
 def test_parameters_of_a_held_optimizer_train_alike_on_all_ranks():
-    results = run(held_on_a_rank, 2, 2)
+    results = run(held_on_a_rank, 2, 2, reuses=True)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert not torch.equal(results[0][0], make_model()[0].weight)
 
@@ -289,7 +289,7 @@ def saved_by_a_rank(rank, shard_by):
 
 
 def test_parts_with_deques_resume_bit_exact_and_are_put_together_where_parameters_are_whole():
-    model_state, whole = run(saved_by_a_rank, 2, "parameter")[0]
+    model_state, whole = run(saved_by_a_rank, 2, "parameter", reuses=True)[0]
     assert {type(state["queue"]) for state in whole["state"].values()} == {collections.deque}
     model = make_model(torch.bfloat16)
     optimizer = FusedMainGradOptimizer(Window(model.parameters(), lr=0.1))
@@ -305,7 +305,7 @@ def test_parts_with_deques_resume_bit_exact_and_are_put_together_where_parameter
 
 
 def test_parts_of_parameters_with_deques_are_not_put_together():
-    run(saved_by_a_rank, 2, "element")
+    run(saved_by_a_rank, 2, "element", reuses=True)
 
 
 def whole_into_a_part(rank):
@@ -319,7 +319,7 @@ def whole_into_a_part(rank):
 
 
 def test_a_whole_with_deques_is_not_cut():
-    run(whole_into_a_part, 2)
+    run(whole_into_a_part, 2, reuses=True)
 
 
 class Numbers(torch.optim.SGD):
@@ -346,4 +346,4 @@ def numbers_on_a_rank(rank):
 
 
 def test_state_under_numbers_is_not_put_together_where_it_differs_between_ranks():
-    run(numbers_on_a_rank, 2)
+    run(numbers_on_a_rank, 2, reuses=True)

@@ -101,7 +101,7 @@ def beside_stock(rank, policy, kind, recomputes):
 @pytest.mark.parametrize("policy", ["fp32 parameters, bf16 compute", "fp32"])
 @pytest.mark.parametrize(("num_ranks", "kind"), [(2, "fsdp"), (3, "fsdp"), (4, "hsdp")])
 def test_fp32_parameters_end_bit_equal_to_fsdp2_with_the_bare_optimizer(policy, num_ranks, kind):
-    for ours, stocks in run(beside_stock, num_ranks, policy, kind, num_ranks == 3):
+    for ours, stocks in run(beside_stock, num_ranks, policy, kind, num_ranks == 3, reuses=True):
         for one, other in zip(ours, stocks, strict=True):
             assert one.isfinite().all()
             assert torch.equal(one, other)
@@ -137,7 +137,7 @@ def bf16_loop(rank, kind):
 
 @pytest.mark.parametrize(("num_ranks", "kind"), [(2, "fsdp"), (3, "fsdp"), (4, "hsdp")])
 def test_bf16_parameters_train_on_fp32_sums_and_fp32_main_params(num_ranks, kind):
-    for ours, by_hand in run(bf16_loop, num_ranks, kind):
+    for ours, by_hand in run(bf16_loop, num_ranks, kind, reuses=True):
         for one, other in zip(ours, by_hand, strict=True):
             assert one.isfinite().all()
             assert torch.equal(one, other)
@@ -170,7 +170,7 @@ def clips_and_skips(rank, policy, kind):
 @pytest.mark.parametrize("policy", ["bf16 parameters", "fp32"])
 @pytest.mark.parametrize(("num_ranks", "kind"), [(2, "fsdp"), (3, "fsdp"), (4, "hsdp")])
 def test_the_norm_counts_each_element_once_and_nan_on_one_rank_skips_on_all(policy, num_ranks, kind):
-    for (ours, stocks, exact), clipped, kept, was_skipped in run(clips_and_skips, num_ranks, policy, kind):
+    for (ours, stocks, exact), clipped, kept, was_skipped in run(clips_and_skips, num_ranks, policy, kind, reuses=True):
         assert ours == pytest.approx(exact, rel=1e-6)
         assert stocks == pytest.approx(exact, rel=1e-6)
         assert exact > 1.0
@@ -214,7 +214,7 @@ def saved_by_torch(rank, policy):
 
 @pytest.mark.parametrize("policy", ["bf16 parameters", "fp32"])
 def test_checkpoints_go_on_in_the_same_bits(policy):
-    for placed, (by_torch, by_own, went_on) in run(saved_by_torch, 2, policy):
+    for placed, (by_torch, by_own, went_on) in run(saved_by_torch, 2, policy, reuses=True):
         assert placed["exp_avg"] is DTensor
         assert ("main_param" in placed) == (policy == "bf16 parameters")
         for one, other, reference in zip(by_torch, by_own, went_on, strict=True):
@@ -277,8 +277,8 @@ def whole_of(model):
     [(2, "fsdp", 3, "fsdp"), (4, "hsdp", 2, "fsdp"), (3, "fsdp", 1, None), (1, None, 2, "fsdp")],
 )
 def test_other_numbers_of_ranks_load_every_bit(saved_by, saved_kind, loaded_by, loaded_kind, tmp_path):
-    expected = run(save_with_dcp, saved_by, tmp_path, saved_kind)[0]
-    for loaded in run(load_with_dcp, loaded_by, tmp_path, loaded_kind):
+    expected = run(save_with_dcp, saved_by, tmp_path, saved_kind, reuses=True)[0]
+    for loaded in run(load_with_dcp, loaded_by, tmp_path, loaded_kind, reuses=True):
         for policy, tensors in loaded.items():
             assert tensors.keys() == expected[policy].keys()
             assert any(key.endswith("exp_avg") and value.any() for key, value in tensors.items())
@@ -312,7 +312,7 @@ def refusals(rank):
 
 
 def test_what_cannot_work_says_why_and_what_to_do():
-    for (optimizer, gradients, outside, matrix, orphan), _ in run(refusals, 2):
+    for (optimizer, gradients, outside, matrix, orphan), _ in run(refusals, 2, reuses=True):
         for said, shard in ((optimizer, "optimizer"), (gradients, "gradients")):
             assert f'shard="{shard}" with parameters that fully_shard holds' in said
             assert 'Use shard="none"' in said
@@ -341,6 +341,6 @@ def fused_layers(rank):
 
 
 def test_fused_linear_under_fsdp2_is_a_plain_linear():
-    for plain, fused in run(fused_layers, 2):
+    for plain, fused in run(fused_layers, 2, reuses=True):
         assert all(weight.isfinite().all() for weight in plain)
         assert all(map(torch.equal, plain, fused))

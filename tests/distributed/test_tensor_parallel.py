@@ -123,7 +123,7 @@ def trains_as_one_process(rank, num_ranks, shard, is_sequence_parallel):
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
 def test_two_by_two_ranks_train_as_one_process(shard, is_sequence_parallel):
     for norms, collectives, weights, counts, num_buckets in run(
-        trains_as_one_process, 4, 4, shard, is_sequence_parallel
+        trains_as_one_process, 4, 4, shard, is_sequence_parallel, reuses=True
     ):
         for found, expected in norms:
             assert found == pytest.approx(expected, rel=DOUBLE_BOUND)
@@ -140,7 +140,7 @@ def test_two_by_two_ranks_train_as_one_process(shard, is_sequence_parallel):
 
 @pytest.mark.parametrize("is_sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_tensor_parallel_alone_needs_no_data_parallel_ranks(is_sequence_parallel):
-    for norms, _, weights, counts, _ in run(trains_as_one_process, 2, 2, "none", is_sequence_parallel):
+    for norms, _, weights, counts, _ in run(trains_as_one_process, 2, 2, "none", is_sequence_parallel, reuses=True):
         assert all(found == pytest.approx(expected, rel=DOUBLE_BOUND) for found, expected in norms)
         assert all(torch.allclose(a, b, rtol=DOUBLE_BOUND, atol=DOUBLE_BOUND) for a, b in weights)
         assert "reduce" not in counts
@@ -170,7 +170,7 @@ def missing_on_one_replica(rank, shard):
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
 def test_shares_that_some_replicas_lack_are_summed_on_all(shard):
-    for weights in run(missing_on_one_replica, 4, shard):
+    for weights in run(missing_on_one_replica, 4, shard, reuses=True):
         assert all(found.isfinite().all() for found, _ in weights)
         assert all(torch.allclose(a, b, rtol=DOUBLE_BOUND, atol=DOUBLE_BOUND) for a, b in weights)
 
@@ -211,7 +211,7 @@ def bits(rank):
 
 
 def test_local_parts_sum_in_fp32_and_state_is_this_ranks():
-    for sums, dtypes, moved, same in run(bits, 2):
+    for sums, dtypes, moved, same in run(bits, 2, reuses=True):
         assert sums == [{257.0}, {257.0}]
         assert dtypes == {torch.float32}
         assert moved
@@ -272,13 +272,13 @@ def two_meshes(rank):
 
 
 def test_layers_on_different_meshes_have_one_norm():
-    for found, expected in run(two_meshes, 2):
+    for found, expected in run(two_meshes, 2, reuses=True):
         assert expected > 1.0
         assert found == pytest.approx(expected, rel=DOUBLE_BOUND)
 
 
 def test_what_cannot_work_says_which_parameter_and_what_to_do():
-    for all_ranks, matrix, orphan, untied in run(refusals, 4):
+    for all_ranks, matrix, orphan, untied in run(refusals, 4, reuses=True):
         assert "no data-parallel replicas" in all_ranks
         assert "device_mesh=mesh['dp']" in all_ranks
         assert "Muon works on whole matrices" in matrix

@@ -156,7 +156,7 @@ def saved(tmp_path_factory):
     for dtype in (BF16, FP32):
         reference(dtype, folder)
     cases = [(number, layout, BF16 if number != 2 else FP32) for number, layout in enumerate(LAYOUTS)]
-    inside, at_first = map(sum, zip(*run(save, 4, cases, 2, folder), strict=True))
+    inside, at_first = map(sum, zip(*run(save, 4, cases, 2, folder, reuses=True), strict=True))
     assert inside > 0
     assert at_first > 0
     return folder, cases
@@ -181,7 +181,7 @@ def test_any_layout_loads_what_two_by_two_ranks_saved_and_goes_on(saved, num_ran
     folder, cases = saved  # what two layouts saved, or in a deep run all four
     both = in_turn([cases[::2], cases[1::2]], LOADERS.index((num_ranks, tensor_parallel, layout)))
     cases = [case for half in both for case in half]
-    assert all(count > 0 for count in run(load, num_ranks, cases, tensor_parallel, folder, layout)[:1])
+    assert all(count > 0 for count in run(load, num_ranks, cases, tensor_parallel, folder, layout, reuses=True)[:1])
 
 
 def from_plain(rank, folder):
@@ -212,7 +212,7 @@ def from_plain(rank, folder):
 
 
 def test_whole_state_of_one_process_is_cut_for_every_rank(saved):
-    run(from_plain, 4, saved[0])
+    run(from_plain, 4, saved[0], reuses=True)
 
 
 def onto_a_rank_without_elements(rank):
@@ -236,7 +236,7 @@ def onto_a_rank_without_elements(rank):
 
 
 def test_whole_state_is_broadcast_also_to_a_rank_that_has_no_element():
-    assert run(onto_a_rank_without_elements, 2) == [2, 0]
+    assert run(onto_a_rank_without_elements, 2, reuses=True) == [2, 0]
 
 
 Pair = collections.namedtuple("Pair", "count total")
@@ -305,7 +305,7 @@ def kept_in_containers(rank, folder):
 
 
 def test_parts_in_lists_and_dicts_are_put_together_and_refused_where_torch_would_load_one_ranks_on_all(tmp_path):
-    for rank, held in enumerate(run(kept_in_containers, 2, tmp_path)):
+    for rank, held in enumerate(run(kept_in_containers, 2, tmp_path, reuses=True)):
         part = torch.full((2, 3), rank + 1.0)
         assert [type(value) for value in held] == [list, collections.OrderedDict]
         assert torch.equal(held[0][0], part)

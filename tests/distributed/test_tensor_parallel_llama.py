@@ -166,7 +166,7 @@ def train_all(rank):
 @pytest.fixture(scope="module")
 def trained():
     """The trainings in fp64, in one launch; by rank."""
-    return run(train_all, 4)
+    return run(train_all, 4, reuses=True)
 
 
 every_training = pytest.mark.parametrize(("name", "shard"), TRAININGS)
@@ -321,7 +321,7 @@ def compare_all(rank):
 @pytest.fixture(scope="module")
 def compared():
     """Every case in bf16, with its variants, in one launch; by rank."""
-    return run(compare_all, 4)
+    return run(compare_all, 4, reuses=True)
 
 
 @pytest.mark.parametrize("name", CASES)
