@@ -56,7 +56,7 @@ from fusedopt.sharding.replicas import start_alike
 from fusedopt.state.persistence import Persistence
 from fusedopt.state.state_dicts import KEY
 from fusedopt.state.view import StateView
-from fusedopt.step.bucket_step import narrowing_of, step_by_bucket, steps_by_bucket
+from fusedopt.step.bucket_step import narrowing_of, step_by_bucket
 from fusedopt.step.closures import Closures
 from fusedopt.step.fused_step import step_fused
 from fusedopt.step.release import Release, refuse_release
@@ -295,7 +295,7 @@ class FusedMainGradOptimizer(Optimizer):
         """
         self._check_usable(closure)
         if closure is not None and self._window.is_last and self._inner.evaluates:
-            if steps_by_bucket(self.config):
+            if self._inner.narrowing:
                 names = ", ".join(type(opt).__name__ for opt in self._inner.optimizers)
                 raise RuntimeError(
                     f'step(closure) with main_param="{self.config.main_param}", state_dtype="{self.config.state_dtype}"'
@@ -423,7 +423,7 @@ class FusedMainGradOptimizer(Optimizer):
     def _step_inner(self, scaling: Scaling) -> list[Entry]:
         """Step the inner optimizers on main_params; return the entries whose model parameters were written as well."""
         grad_scale, found_inf = scaling
-        if steps_by_bucket(self.config):
+        if self._inner.narrowing:  # piece by piece
             with _profiled("fusedopt.step"):
                 return step_by_bucket(self._inner, self._buffers, grad_scale, found_inf)
         written: list[Entry] = []
@@ -516,7 +516,8 @@ class FusedMainGradOptimizer(Optimizer):
         self._registration.follow(self.param_groups)
         if self._window.num_pending == 0:
             super().zero_grad(set_to_none)
-            self._release.cleared()
+            if self._buffers.is_released:
+                self._release.cleared()
             if set_to_none:
                 self._reducer.cleared()
             else:
