@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-floor zoo bench docs lint
+.PHONY: demo test test-deep test-floor zoo bench docs lint
 
 $(VENV)/.installed: requirements-dev.txt setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -18,6 +18,10 @@ demo: $(VENV)/.installed
 # In the order of the folders: the slow files, which launch ranks, come first, and small ones fill both workers up.
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# All tests, with all of the long proofs of which `make test` runs a slice; see tests/deep.py. Twice as long.
+test-deep: $(VENV)/.installed
+	TEST_DEEP=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The integrations on the oldest supported transformers, accelerate and PEFT, in .venv-floor.
 test-floor:
