@@ -59,7 +59,7 @@ class Searches(torch.optim.SGD):
 
 def make_model(dtype=torch.float32):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 200, dtype=dtype), nn.Tanh(), nn.Linear(200, 2, dtype=dtype))
+    return nn.Sequential(nn.Linear(4, 260, dtype=dtype), nn.Tanh(), nn.Linear(260, 2, dtype=dtype))
 
 
 def loss_of(model, number, rank):

@@ -218,10 +218,10 @@ def test_a_wrapping_that_runs_out_of_memory_leaves_nothing_behind(monkeypatch):
     bare, made = live.nbytes(), []
 
     class Full(buffers_module.Bucket):
-        def __init__(self, *args):
+        def __init__(self, *args, **kwargs):
             if len(made) == 2:
                 raise MemoryError("no memory for a third bucket")
-            super().__init__(*args)
+            super().__init__(*args, **kwargs)
             made.append(weakref.ref(self))
 
     monkeypatch.setattr(buffers_module, "Bucket", Full)
