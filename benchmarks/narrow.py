@@ -81,6 +81,7 @@ def run(shape: Shape, repeats: int) -> Result:
             "bench": "narrow",
             "model": f"llama {num_params / 1e6:.1f} M",
             "num_params": num_params,
+            "dtype": "bfloat16",
             **way.settings,
             **sizes[way.name],
             **times[way.name].spread(),
