@@ -25,7 +25,7 @@ def test_exact(name, world_size):
     cases = cases_of(name, EXACT[name](world_size), world_size)
     results = play_on_ranks(world_size, cases)
     assert_exact(results)
-    assert len(results[0]) == len(cases) >= 1
+    assert len(results[0]) == len(cases) >= (2 if world_size == 2 else 1)
     assert all(sum(counts["reduce"] for counts in played.counts) >= NUM_BLOCKS for played in results[0])
     assert not any(played.raised for played in results[0])
 
