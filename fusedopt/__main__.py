@@ -14,7 +14,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from fusedopt import backends
-from fusedopt.config import MainGradConfig
+from fusedopt.config import MainGradConfig, valid_values
 from fusedopt.planner import MAIN_PARAM_NBYTES, Cost, cost, full_buckets
 
 MIB_NUMEL = 2**20 // 4
@@ -22,9 +22,7 @@ MIB_NUMEL = 2**20 // 4
 
 GIB = 2**30
 MODEL_NBYTES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "fp32": 4, "float32": 4}
-SHARDS = ("none", "optimizer", "gradients")
-STATE_DTYPES = ("float32", "bfloat16", "int8")
-RELEASES = ("none", "backward")
+SHARDS, STATE_DTYPES, RELEASES = map(valid_values, ("shard", "state_dtype", "release"))
 DEVICES = (24, 40, 48, 80, 96, 141, 192)
 """Memory of cards, in GB of 10**9 bytes."""
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}

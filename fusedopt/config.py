@@ -177,10 +177,8 @@ class MainGradConfig:
             takes 3 less and keeps 24 bits, rounded stochastically.
         state_dtype: what inner state of a parameter's shape is between steps: "float32", or "bfloat16" or "int8",
             rounded stochastically; a step widens it, bucket by bucket.
-        release: "backward" steps a bucket inside backward, as soon as its gradients are complete, and frees their
-            memory; for one process, and one backward a step.
-        clip_by: which norm `max_grad_norm` clips by: of the "current" step, or the "previous" one, which alone is known
-            where gradients are released.
+        release: "backward" steps buckets inside backward, when they are complete; one process, one backward a step.
+        clip_by: the step whose norm clips: "current", or "previous", which alone is known where gradients are released.
         bucket_mib: bucket size in MiB of fp32 elements: 1 is 2**18 elements, 4096 (the most) is 2**30.
         overlap_grad_reduce: start a bucket's reduction inside backward, at its last gradient.
         overlap_param_gather: let gathers finish under the next forward; needs a shard.
@@ -296,6 +294,11 @@ class MainGradConfig:
 
 def _fields() -> dict[str, Field[Any]]:
     return {spec.name: spec for spec in fields(MainGradConfig)}
+
+
+def valid_values(name: str) -> tuple[str, ...]:
+    """Return what the field ``name``, a word out of a few, may be."""
+    return tuple(_fields()[name].metadata["valid"])
 
 
 def given(mapping: Mapping[str, Any], origin: str) -> dict[str, Given]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusedopt.sharding.layout import BucketPlan, ParamSpec, Span, intersect, plan_buckets
+from fusedopt.sharding.layout import BLOCK_NUMEL, BucketPlan, ParamSpec, Span, intersect, plan_buckets
 
 MAIN_NBYTES = 4
 """Of one fp32 element: main_grad, main_param."""
@@ -18,9 +18,6 @@ MAIN_NBYTES = 4
 MAIN_PARAM_NBYTES = {"float32": 4, "split": 2, "split24": 1}
 """Of a main_param's element beside the model's, by the setting ``main_param``."""
 
-
-BLOCK_NUMEL = 256
-"""Elements of 8-bit state that share a scale, and of the smallest parameter whose state is narrowed."""
 
 NUM_RELEASED = 2
 """Buckets whose gradients are there at a time, at most, where they are released."""

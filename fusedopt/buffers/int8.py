@@ -47,9 +47,10 @@ import torch
 from torch import Tensor
 
 from fusedopt.buffers.encodings import Noise, chunk_numel
+from fusedopt.sharding.layout import BLOCK_NUMEL
 
-BLOCK = 256
-"""Elements that share a scale."""
+BLOCK = BLOCK_NUMEL
+"""Elements that share a scale: the layout's, so that a shard never cuts one."""
 
 SIGNED_LEVELS, UNSIGNED_LEVELS = 127, 255
 SMALLEST_SIGNED, SMALLEST_UNSIGNED = 2.0**-112, 2.0**-94

@@ -98,6 +98,16 @@ def counts_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tenso
         return {}
 
 
+def narrow_dtypes(value: Any) -> list[str]:
+    """Return the `MainGradConfig.state_dtype` of narrow tensors in ``value``; one of each."""
+    found = [(labelled(leaf[CODES]) or (None, leaf[CODES]))[1] for _, leaf in _narrow_in(value)]
+    return sorted({"bfloat16" if codes.dtype is torch.bfloat16 else "int8" for codes in found})
+
+
+def _narrow_in(value: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+    return ((path, leaf) for path, leaf in leaves(value, is_leaf=is_narrow) if is_narrow(leaf))
+
+
 def unlabelled(narrow: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return a narrow tensor without what `label` put around the tensors of a slice."""
     return {key: (labelled(value) or (None, value))[1] for key, value in narrow.items()}
@@ -122,18 +132,21 @@ def opened(saved: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     return made
 
 
-def why_damaged(narrow: Mapping[str, Any], shape: torch.Size) -> str | None:
-    """Return why ``narrow``, which was loaded, is no narrow tensor of ``shape``; None where it is."""
+def why_damaged(state: Any, shape: torch.Size) -> tuple[str, str] | None:
+    """Return the name of a tensor in loaded state, and why it is no narrow one of ``shape``; None where all are."""
+    found = ((path[0], _why_damaged(leaf, shape)) for path, leaf in _narrow_in(state))
+    return next(((name, why) for name, why in found if why is not None), None)
+
+
+def _why_damaged(narrow: Mapping[str, Any], shape: torch.Size) -> str | None:
     codes, scales = narrow[CODES], narrow.get(SCALES)
     if not isinstance(codes, Tensor) or codes.shape != shape:
         return f"has codes of shape {tuple(getattr(codes, 'shape', ()))}, needed is {tuple(shape)}"
-    if codes.dtype is torch.bfloat16:
-        return None
-    if codes.dtype not in (torch.int8, torch.uint8):
+    if codes.dtype not in (torch.bfloat16, torch.int8, torch.uint8):
         return f"has codes of {codes.dtype}, needed is torch.bfloat16, int8 or uint8"
-    if not isinstance(scales, Tensor) or scales.shape != (num_blocks(codes.numel()),):
-        found = tuple(getattr(scales, "shape", ()))
-        return f"has scales of shape {found}, needed is {(num_blocks(codes.numel()),)}"
+    needed = (num_blocks(codes.numel()),) if codes.dtype is not torch.bfloat16 else None
+    if needed is not None and (not isinstance(scales, Tensor) or scales.shape != needed):
+        return f"has scales of shape {tuple(getattr(scales, 'shape', ()))}, needed is {needed}"
     return None
 
 
@@ -243,7 +256,7 @@ class Narrowing:
             return self.narrow(leaf, path, _strides_of(entry, leaf), noise, first)
 
         held = {key: map_leaves(hold, value, is_leaf=is_narrow, path=(key,)) for key, value in state.items()}
-        if not (entry.is_lossy or any(is_narrow(leaf) for _, leaf in leaves(held, is_leaf=is_narrow))):
+        if not (entry.is_lossy or any(_narrow_in(held))):
             held.pop(COUNT, None)
         return held
 
@@ -269,7 +282,7 @@ def numbering(groups: Sequence[Sequence[Tensor]], entries: Mapping[int, Entry]) 
 
 def _rows_before(entry: Entry) -> int:
     """Return how many elements of a DTensor lie before its local part, where that is a block of rows."""
-    region, local = entry.cut.region, entry.slot.shape
+    region, local = entry.cut.region if entry.slot.is_dtensor else None, entry.slot.shape
     if region is None or any(region[1][1:]) or tuple(region[0][1:]) != tuple(local[1:]):
         return 0
     return region[1][0] * local[1:].numel() if len(local) else 0
@@ -278,7 +291,7 @@ def _rows_before(entry: Entry) -> int:
 @dataclass
 class _Opened:
     entry: Entry
-    first: int
+    number: Callable[[], int]
     state: MutableMapping[Any, Any]
     count: int = 0
     narrow: dict[Path, dict[str, Tensor]] = field(default_factory=dict)
@@ -291,7 +304,7 @@ class Opened:
         narrowing: how it is held.
         optimizer: the inner one.
         entries: that it updates here.
-        numbers: from `numbering`.
+        number_of: gives the number of the first element of an entry's part, see `numbering`.
         scratch: by device: float32, 1-D, which this may make longer; in use until `close`.
     """
 
@@ -300,19 +313,19 @@ class Opened:
         narrowing: Narrowing,
         optimizer: Optimizer,
         entries: Sequence[Entry],
-        numbers: Mapping[int, int],
+        number_of: Callable[[Entry], int],
         scratch: dict[torch.device, Tensor],
     ) -> None:
         self._narrowing = narrowing
         self._optimizer = optimizer
         self._noises: dict[tuple[Path, int], Noise] = {}
-        self._opened = [_Opened(entry, numbers[id(entry.param)], {}) for entry in entries]
+        self._opened = [_Opened(entry, functools.partial(number_of, entry), {}) for entry in entries]
         for opened in self._opened:
             state = self._state_of(opened.entry)
             if state:
                 opened.state, opened.count = state, _count_of(state)
                 state.pop(COUNT, None)
-                opened.narrow = {p: leaf for p, leaf in leaves(state, is_leaf=is_narrow) if is_narrow(leaf)}
+                opened.narrow = dict(_narrow_in(state))
         memory = _wide_for([narrow for opened in self._opened for narrow in opened.narrow.values()], scratch)
         for opened in self._opened:
             wide = {path: widen(narrow, next(memory)) for path, narrow in opened.narrow.items()}
@@ -337,7 +350,7 @@ class Opened:
                 was_narrowed = True
                 noise = self._noise_of(path, opened.count, leaf.device)
                 strides = _strides_of(opened.entry, leaf)
-                return self._narrowing.narrow(leaf, path, strides, noise, opened.first, opened.narrow.get(path))
+                return self._narrowing.narrow(leaf, path, strides, noise, opened.number(), opened.narrow.get(path))
 
             replace(opened.state, hold)
             if was_narrowed:
@@ -349,7 +362,7 @@ class Opened:
         """Narrow the main_param, where it is split; return whether that lost digits."""
         entry = opened.entry
         if entry.is_lossy:
-            entry.narrow(self._noise_of(_MAIN_PARAM, opened.count, entry.bucket.device), opened.first)
+            entry.narrow(self._noise_of(_MAIN_PARAM, opened.count, entry.bucket.device), opened.number())
         else:
             entry.narrow()
         return entry.is_lossy
@@ -358,8 +371,8 @@ class Opened:
         """Return the noise of all parameters that were narrowed ``count`` times."""
         if (path, count) not in self._noises:
             alike = [opened for opened in self._opened if opened.count == count]
-            first = min(opened.first for opened in alike)
-            end = max(o.first + o.entry.main_param.numel() for o in alike if o.entry.main_param is not None)
+            first = min(opened.number() for opened in alike)
+            end = max(o.number() + o.entry.main_param.numel() for o in alike if o.entry.main_param is not None)
             self._noises[path, count] = noise_for(path, count, first, end - first, device)
         return self._noises[path, count]
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from fusedopt.backends.offers import LOW_PRECISION
-from fusedopt.config import Given, MainGradConfig, given, given_in_environment, given_in_file
+from fusedopt.config import Given, MainGradConfig, given, given_in_environment, given_in_file, valid_values
 from fusedopt.layers.convert import convert_linears
 from fusedopt.optimizer import FusedMainGradOptimizer
 from fusedopt.recompute import GRANULARITIES
@@ -40,11 +40,6 @@ _FLAGS = {
     "fused_linear": "fused_linear",
 }
 """Fields of `FusedOptArguments` that are fields of `MainGradConfig`."""
-
-
-def _valid(name: str) -> tuple[str, ...]:
-    (spec,) = (spec for spec in fields(MainGradConfig) if spec.name == name)
-    return tuple(spec.metadata["valid"])
 
 
 @dataclass(frozen=True)
@@ -93,35 +88,35 @@ class FusedOptArguments:
         default=None,
         metadata={
             "help": "What ranks share: none, optimizer (ZeRO-1) or gradients (ZeRO-2). Default: none.",
-            "choices": _valid("shard"),
+            "choices": valid_values("shard"),
         },
     )
     main_grad_main_param: str | None = field(
         default=None,
         metadata={
             "help": "How fp32 main_params are held: float32, or bf16 and 16 more bits (split) or 8 (split24).",
-            "choices": _valid("main_param"),
+            "choices": valid_values("main_param"),
         },
     )
     main_grad_state_dtype: str | None = field(
         default=None,
         metadata={
             "help": "What optimizer state is held as between steps: float32, bfloat16 or int8. Default: float32.",
-            "choices": _valid("state_dtype"),
+            "choices": valid_values("state_dtype"),
         },
     )
     main_grad_release: str | None = field(
         default=None,
         metadata={
             "help": "When gradients give their memory back: none, or backward, which steps inside it. Default: none.",
-            "choices": _valid("release"),
+            "choices": valid_values("release"),
         },
     )
     main_grad_backend: str | None = field(
         default=None,
         metadata={
             "help": "Library behind the fused operations. Default: auto.",
-            "choices": _valid("backend"),
+            "choices": valid_values("backend"),
         },
     )
     main_grad_config: str | None = field(

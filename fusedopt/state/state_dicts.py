@@ -14,6 +14,7 @@ Knows nothing of hooks, backends or communication.
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -26,13 +27,23 @@ from torch import Tensor
 
 from fusedopt.buffers.bucket import Entry
 from fusedopt.inner.loading import has_own_format, load_in_place
-from fusedopt.inner.narrow_state import COUNT, counts_of, is_narrow, opened, why_damaged, widened, widened_in
+from fusedopt.inner.narrow_state import (
+    COUNT,
+    counts_of,
+    narrow_dtypes,
+    opened,
+    why_damaged,
+    widened,
+    widened_in,
+)
 from fusedopt.inner.optimizers import Group, InnerOptimizers
 from fusedopt.inner.plain import find_objects, name_of, refuse_objects
 from fusedopt.nested import leaves
 from fusedopt.sharding.dtensor import place_of
 from fusedopt.sharding.local_state import REMEDY, Cut, label, take
 from fusedopt.state.view import HAS_STATE, checkpoint_state
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 KEY = "fusedopt"
@@ -329,10 +340,11 @@ class StateDicts:
         is_ours = signature is not None or any("main_param" in s or HAS_STATE in s for s in saved)
         is_part = signature is not None and "parts" in signature
         state = {i: self._check_param(i, item, is_ours=is_ours, is_part=is_part) for i, item in enumerate(saved)}
-        numbered = set(numbers)
-        others = {
-            key: value for key, value in state_dict["state"].items() if key not in numbered and not isinstance(key, int)
-        }
+        was, now = narrow_dtypes(saved), narrow_dtypes(state)
+        if was and was != now:
+            logger.info("fusedopt: state saved as %s is held as %s from now on", was, now or ["float32"])
+        own = set(numbers)
+        others = {k: value for k, value in state_dict["state"].items() if k not in own and not isinstance(k, int)}
         return Checked(state_dict, state, others, signature or {}, is_ours)
 
     def _check_signature(self, found: Mapping[str, Any]) -> None:
@@ -428,12 +440,11 @@ class StateDicts:
         """
         param = self._params[index]
         entry, main = self._entries.get(id(param)), self._inner.main_of(param)
-        for path, leaf in leaves(own, is_leaf=is_narrow):
-            why = why_damaged(leaf, main.shape) if is_narrow(leaf) else None
-            if why is not None:
-                raise ValueError(
-                    f"the state dict is damaged: {path[0]!r} of parameter {self._name(index)} {why}. Load another copy"
-                )
+        why = why_damaged(own, main.shape)
+        if why is not None:
+            raise ValueError(
+                f"the state dict is damaged: {why[0]!r} of parameter {self._name(index)} {why[1]}. Load another copy"
+            )
         updater = self._inner.updater_of(main)
         numbers = [number for number, opt in enumerate(self._inner.optimizers) if opt is updater]
         narrowing = self._inner.narrowing.get(numbers[0])

@@ -54,7 +54,7 @@ class BucketStep:
         inner.consolidated = None
         self._inner = inner
         self._counters = {id(opt): Counters(opt) for opt in inner.optimizers}
-        self._numbers = inner.numbers()
+        self._numbers: dict[int, int] = {}
         self._scratch: dict[torch.device, Tensor] = {}
         self._state_scratch: dict[torch.device, Tensor] = {}
         self._touched: set[int] = set()
@@ -84,7 +84,7 @@ class BucketStep:
         for entries in _pieces_of(members):
             self._counters[id(optimizer)].rewind()
             split = [entry for entry in entries if entry.is_split]
-            opened = Opened(narrowing, optimizer, entries, self._numbers, self._state_scratch)
+            opened = Opened(narrowing, optimizer, entries, self._number_of, self._state_scratch)
             _widen(split, self._scratch)
             try:
                 inner.step_some(group, entries, grad_scale=grad_scale, found_inf=found_inf)
@@ -93,10 +93,11 @@ class BucketStep:
             written += split
         return written
 
-    def let_go(self) -> None:
-        """Free scratch until the next call."""
-        self._scratch.clear()
-        self._state_scratch.clear()
+    def _number_of(self, entry: Entry) -> int:
+        """Return the number of the first element of the part, see `numbering`; asked where there is noise only."""
+        if id(entry.param) not in self._numbers:  # first asked, or it came since
+            self._numbers = self._inner.numbers()
+        return self._numbers[id(entry.param)]
 
     def untouched(self) -> list[int]:
         """Return the groups of which nothing was stepped."""
@@ -168,11 +169,6 @@ def _widen(entries: list[Entry], scratch: dict[torch.device, Tensor]) -> None:
         entry.widen(wide)
 
 
-def steps_by_bucket(config: MainGradConfig) -> bool:
-    """Return whether main_params, their state or their gradients are there bucket by bucket only."""
-    return bool(_given(config))
-
-
 def _given(config: MainGradConfig) -> dict[str, str]:
     """Return the fields because of which steps go bucket by bucket, with the values that would not have that."""
     fields = {"main_param": "float32", "state_dtype": "float32", "release": "none"}
@@ -191,7 +187,7 @@ def narrowing_of(
     Raises:
         ValueError: naming the field, and the parameter or the inner optimizer.
     """
-    if not steps_by_bucket(config):
+    if not _given(config):
         return {}
     for name, param in named if config.main_param != "float32" else ():
         if param.dtype is torch.float16 and param.requires_grad:

@@ -69,7 +69,7 @@ class Release:
             method, of the wrapper, which is held weakly.
 
     Attributes:
-        last_norm: of the gradients of the last round that was finite; None before the first.
+        last_norm: of the gradients of the last round that was finite, float64, 0-d; None, or 0, before the first.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Release:
         self._is_checked = config.nonfinite == "skip"
         self._prepare = weakref.WeakMethod(prepare)
         self.last_norm: Tensor | None = None
-        self._arrived: dict[int, set[int]] = {}  # by number of the bucket: addresses of slots
+        self._missing: dict[int, set[int]] = {}  # by number of the bucket: `id` of slots without a gradient
         self._round: _Round | None = None
 
     def arrived(self, slot: Slot) -> None:
@@ -99,9 +99,10 @@ class Release:
                 "and call backward once; do not use a weight both inside and outside a recomputed layer; or use "
                 'release="none"'
             )
-        arrived = self._arrived.setdefault(slot.index, set())
-        arrived.add(id(slot))
-        if all(id(entry.slot) in arrived or not entry.param.requires_grad for entry in bucket.entries):
+        if slot.index not in self._missing:
+            self._missing[slot.index] = {id(entry.slot) for entry in bucket.entries if entry.param.requires_grad}
+        self._missing[slot.index].discard(id(slot))
+        if not self._missing[slot.index]:
             with torch.no_grad():
                 self._step(bucket)
 
@@ -110,7 +111,7 @@ class Release:
         for bucket in self._buffers.buckets:
             if bucket.is_released:
                 bucket.take_back()
-        self._arrived.clear()
+        self._missing.clear()
 
     def finish(self) -> tuple[Tensor | None, bool]:
         """Step what is left, and end the round.
@@ -127,18 +128,21 @@ class Release:
         ended.step.finish()
         self._buffers.is_stepping = False
         self._round = None
-        self._arrived.clear()
+        self._missing.clear()
         norm = _norm_of(ended.norms)
-        if norm is not None and not ended.was_skipped:
-            self.last_norm = norm
-        return norm, ended.was_skipped
+        if norm is None:
+            return None, False
+        before = torch.zeros_like(norm) if self.last_norm is None else self.last_norm.to(norm)
+        self.last_norm = torch.where(norm.isfinite(), norm, before)  # of 0 nothing is clipped
+        is_double = any(bucket.dtype is torch.float64 for bucket in self._buffers.buckets)
+        return norm if is_double else norm.float(), ended.was_skipped
 
     def _began(self) -> _Round:
         if self._round is None:
             prepare = self._prepare()
             if prepare is not None:
                 prepare()
-            self._round = _Round(BucketStep(self._inner, self._buffers))
+            self._round = _Round(self._inner, self._buffers)
         return self._round
 
     def _step(self, bucket: Bucket) -> None:
@@ -146,7 +150,7 @@ class Release:
         current = self._began()
         entries = [entry for entry in bucket.entries if entry.has_grad]
         if entries and self._measure_and_clip(current, bucket):
-            for group, members in self._by_group(entries):
+            for group, members in current.by_group(entries):
                 written = current.step.step(group, members)
                 self._buffers.write_back(members, done=written)
                 self._buffers.is_stepping = True
@@ -157,40 +161,44 @@ class Release:
         """Return whether the bucket may step; its gradients are clipped by the last norm."""
         if self._is_checked or self._max_norm is not None:
             norm = bucket.backend.norm([bucket.grad_part], 2.0).double()
-            if not bool(torch.isfinite(norm)) and not bool(bucket.backend.found_inf([bucket.grad_part])):
+            if self._is_checked and not math.isfinite(norm.item()):
+                if bool(bucket.backend.found_inf([bucket.grad_part])):
+                    current.norms.append(norm)
+                    current.was_skipped = True
+                    return False
                 norm = bucket.backend.norm([bucket.grad_part], 2.0, dtype=torch.float64)  # only its square overflows
             current.norms.append(norm)
-            if self._is_checked and not math.isfinite(norm.item()):
-                current.was_skipped = True
-                return False
         if self._max_norm is not None and self._max_norm != math.inf and self.last_norm is not None:
             bucket.grad_part.mul_(clip_coefficient(self.last_norm, self._max_norm).to(bucket.grad_part))
         return True
-
-    def _by_group(self, entries: Sequence[Entry]) -> list[tuple[int, list[Entry]]]:
-        """Return entries by outer group, in the order in which that lists them."""
-        held = {id(entry.param) for entry in entries}
-        found = []
-        for index, listed in enumerate(self._inner.listed):
-            members = [self._inner.entry_by_param[id(param)] for param in listed.params if id(param) in held]
-            if members:
-                found.append((index, members))
-        return found
 
 
 class _Round:
     """What lives from the first bucket of a backward to the end of `step()`."""
 
-    def __init__(self, step: BucketStep) -> None:
-        self.step = step
+    def __init__(self, inner: InnerOptimizers, buffers: Buffers) -> None:
+        self.step = BucketStep(inner, buffers)
+        self._inner = inner
+        self._places: dict[int, tuple[int, int]] = {}  # by `id` of the parameter: its group, and where that lists it
         self.stepped: set[Bucket] = set()
         self.norms: list[Tensor] = []
         self.was_skipped = False
 
+    def by_group(self, entries: Sequence[Entry]) -> Iterable[tuple[int, list[Entry]]]:
+        """Return entries by outer group, in the order in which that lists them; without those that it lists no more."""
+        if any(id(entry.param) not in self._places for entry in entries):  # asked first, or groups were edited since
+            listings = [(index, listed.params) for index, listed in enumerate(self._inner.listed)]
+            self._places = {id(p): (index, place) for index, params in listings for place, p in enumerate(params)}
+        placed = sorted((self._places[id(e.param)], e.number, e) for e in entries if id(e.param) in self._places)
+        found: dict[int, list[Entry]] = {}
+        for (index, _), _, entry in placed:
+            found.setdefault(index, []).append(entry)
+        return found.items()
+
 
 def _norm_of(norms: Sequence[Tensor]) -> Tensor | None:
-    """Return the norm of all from those of buckets, float32, 0-d."""
+    """Return the norm of all from those of buckets, float64, 0-d."""
     if not norms:
         return None
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    return total.float()
+    return total
