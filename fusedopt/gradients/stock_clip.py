@@ -98,8 +98,8 @@ def _refuse(name: str, tensors: Sequence[Any]) -> None:
         found = [e for e in buffers.entries if id(e.param) in ids or id(e.slot.main_grad) in ids]
         if not ids and name == GET_TOTAL_NORM:
             # The gradients that are not None are none: they are ours, between a backward that took them and the step.
-            is_released = buffers.is_released and buffers.is_stepping  # some have stepped in this backward
-            found = [e for e in buffers.entries if e.slot.is_reduced or is_released]
+            has_released = buffers.is_released and buffers.is_stepping
+            found = [e for e in buffers.entries if e.slot.is_reduced or has_released]
         if not found:
             continue
         if buffers.is_released:

@@ -98,10 +98,11 @@ def counts_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tenso
         return {}
 
 
-def narrow_dtypes(value: Any) -> list[str]:
-    """Return the `MainGradConfig.state_dtype` of narrow tensors in ``value``; one of each."""
-    found = [(labelled(leaf[CODES]) or (None, leaf[CODES]))[1] for _, leaf in _narrow_in(value)]
-    return sorted({"bfloat16" if codes.dtype is torch.bfloat16 else "int8" for codes in found})
+def narrow_dtypes(value: Any) -> str:
+    """Return the `MainGradConfig.state_dtype` that ``value`` was narrowed by; several are joined by "and"."""
+    found = [unlabelled(leaf)[CODES] for _, leaf in _narrow_in(value)]
+    names = sorted({"bfloat16" if codes.dtype is torch.bfloat16 else "int8" for codes in found})
+    return " and ".join(names) or "float32"
 
 
 def _narrow_in(value: Any) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -27,15 +27,7 @@ from torch import Tensor
 
 from fusedopt.buffers.bucket import Entry
 from fusedopt.inner.loading import has_own_format, load_in_place
-from fusedopt.inner.narrow_state import (
-    COUNT,
-    counts_of,
-    narrow_dtypes,
-    opened,
-    why_damaged,
-    widened,
-    widened_in,
-)
+from fusedopt.inner.narrow_state import COUNT, counts_of, narrow_dtypes, opened, why_damaged, widened, widened_in
 from fusedopt.inner.optimizers import Group, InnerOptimizers
 from fusedopt.inner.plain import find_objects, name_of, refuse_objects
 from fusedopt.nested import leaves
@@ -340,9 +332,9 @@ class StateDicts:
         is_ours = signature is not None or any("main_param" in s or HAS_STATE in s for s in saved)
         is_part = signature is not None and "parts" in signature
         state = {i: self._check_param(i, item, is_ours=is_ours, is_part=is_part) for i, item in enumerate(saved)}
-        was, now = narrow_dtypes(saved), narrow_dtypes(state)
-        if was and was != now:
-            logger.info("fusedopt: state saved as %s is held as %s from now on", was, now or ["float32"])
+        was, now = narrow_dtypes([saved[i] for i, held in state.items() if held]), narrow_dtypes(state)
+        if was != now:
+            logger.info("fusedopt: the state dict holds state as %s, this optimizer holds it as %s", was, now)
         own = set(numbers)
         others = {k: value for k, value in state_dict["state"].items() if k not in own and not isinstance(k, int)}
         return Checked(state_dict, state, others, signature or {}, is_ours)

@@ -161,7 +161,7 @@ class Release:
         """Return whether the bucket may step; its gradients are clipped by the last norm."""
         if self._is_checked or self._max_norm is not None:
             norm = bucket.backend.norm([bucket.grad_part], 2.0).double()
-            if self._is_checked and not math.isfinite(norm.item()):
+            if self._is_checked and not math.isfinite(norm.item()):  # else nobody waits for the device, as in `Clip`
                 if bool(bucket.backend.found_inf([bucket.grad_part])):
                     current.norms.append(norm)
                     current.was_skipped = True
@@ -189,10 +189,10 @@ class _Round:
         if any(id(entry.param) not in self._places for entry in entries):  # asked first, or groups were edited since
             listings = [(index, listed.params) for index, listed in enumerate(self._inner.listed)]
             self._places = {id(p): (index, place) for index, params in listings for place, p in enumerate(params)}
-        placed = sorted((self._places[id(e.param)], e.number, e) for e in entries if id(e.param) in self._places)
+        listed = [entry for entry in entries if id(entry.param) in self._places]
         found: dict[int, list[Entry]] = {}
-        for (index, _), _, entry in placed:
-            found.setdefault(index, []).append(entry)
+        for entry in sorted(listed, key=lambda entry: self._places[id(entry.param)]):
+            found.setdefault(self._places[id(entry.param)][0], []).append(entry)
         return found.items()
 
 

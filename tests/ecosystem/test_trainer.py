@@ -363,7 +363,7 @@ def test_released_gradients_are_the_plain_loop_without_clipping(make):
     flags = {"main_grad_release": "backward"}
     found, needed = trained(make(flags=flags, **changed)), trained(make(**changed))
     assert len(found.norms) == 11
-    assert found.norms == pytest.approx(needed.norms, rel=1e-5)  # summed bucket by bucket
+    assert found.norms == pytest.approx(needed.norms, rel=2**-23)  # summed bucket by bucket, in fp64
     assert found.losses == needed.losses
     assert all(torch.equal(param, needed.params[name]) for name, param in found.params.items())
     for wrong in ({"gradient_accumulation_steps": 4, "max_grad_norm": 0}, {"gradient_accumulation_steps": 1}):

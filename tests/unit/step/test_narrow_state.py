@@ -301,9 +301,12 @@ def test_a_resumed_run_ends_in_the_bits_of_the_one_that_went_on(name, held, rout
         assert_same(dict(optimizer.state.get(param, {})), dict(target.state.get(same, {})))
 
 
+TOLD = "fusedopt: the state dict holds state as "
+
+
 @pytest.mark.parametrize("source", ["float32", *DTYPES, "bare"])
 @pytest.mark.parametrize("target", ["float32", *DTYPES])
-def test_state_loads_into_any_dtype(source, target):
+def test_state_loads_into_any_dtype_and_one_line_tells_of_another(source, target, caplog):
     params = make_params()
     if source == "bare":
         mains = [nn.Parameter(param.detach().float()) for param in params]
@@ -316,7 +319,11 @@ def test_state_loads_into_any_dtype(source, target):
         expected, saved = wide_state(optimizer), optimizer.state_dict()
     again = make_params()
     loaded = wrap(again, "AdamW", target)
-    loaded.load_state_dict(copy.deepcopy(saved))
+    with caplog.at_level("INFO", "fusedopt"):
+        loaded.load_state_dict(copy.deepcopy(saved))
+    was = "float32" if source == "bare" else source
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ([f"{TOLD}{was}, this optimizer holds it as {target}"] if was != target else [])
     got = wide_state(loaded)
     for number, values in expected.items():
         for key in ("exp_avg", "exp_avg_sq"):
