@@ -50,9 +50,16 @@ class Listed:
     optimizer: Optimizer
     position: int
     params: list[nn.Parameter]
-    agreed: Group = field(default_factory=dict)
+    agreed: Group = field(init=False)
     is_shared: bool = False
     outer: Group = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.agree()
+
+    def agree(self) -> None:
+        """Note hyper-parameters as they stand on the inner side."""
+        self.agreed = {key: value for key, value in self.group.items() if key not in _NOT_HYPER_PARAMETERS}
 
     @property
     def is_there(self) -> bool:
@@ -85,7 +92,7 @@ class InnerOptimizers:
     def __init__(self, optimizers: Sequence[Optimizer], order: Sequence[int] | None = None) -> None:
         self.optimizers = tuple(optimizers)
         self.listed = [
-            Listed(opt, position, list(group["params"]), dict(group))
+            Listed(opt, position, list(group["params"]))
             for opt in self.optimizers
             for position, group in enumerate(opt.param_groups)
         ]
@@ -330,7 +337,7 @@ class InnerOptimizers:
                     del outer[key]
                 else:
                     inner[key] = outer[key] = _fill(inner.get(key), value)
-            item.agreed = {key: value for key, value in inner.items() if key not in _NOT_HYPER_PARAMETERS}
+            item.agree()
 
     def show(self) -> None:
         """Carry what changed on the inner side alone to the outer one, without waiting for `agree`."""

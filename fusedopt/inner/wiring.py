@@ -63,7 +63,7 @@ class Wiring:
         optimizer = inner.optimizers[chosen]
         optimizer.add_param_group(group)
         added = optimizer.param_groups[-1]
-        inner.listed.append(Listed(optimizer, len(optimizer.param_groups) - 1, list(added["params"]), dict(added)))
+        inner.listed.append(Listed(optimizer, len(optimizer.param_groups) - 1, list(added["params"])))
 
     def drop_groups(self, index: int) -> None:
         """Take back group ``index``, if it was added; all ranks added it, and one refuses."""
@@ -234,7 +234,7 @@ def _made_of(optimizers: Sequence[Optimizer], outer: Group, mains_of: MainsOf) -
     optimizer = optimizers[outer["inner"]]
     settings = {key: value for key, value in outer.items() if key != "inner"}
     optimizer.add_param_group({**settings, "params": mains_of(params)})
-    return Listed(optimizer, len(optimizer.param_groups) - 1, params, dict(optimizer.param_groups[-1]))
+    return Listed(optimizer, len(optimizer.param_groups) - 1, params)
 
 
 def _cast_state(state: Any, old: torch.dtype, new: torch.dtype) -> Any:

@@ -5,7 +5,8 @@
 A bucket steps when a gradient has arrived for each of its parameters: autograd is done with a parameter when its
 gradient arrives, so that its weights may be written while those of earlier layers are still used. What a backward
 left incomplete (parameters that it did not reach) steps in `step()`. So there is one backward for each step: a gradient
-that arrives when its bucket has stepped would need the weights from before, and is refused by name.
+that arrives when its bucket has stepped would need the weights from before, and is refused by name. So is an edit, of
+hyper-parameters, weights or groups, between backward and `step()`, which comes too late for what has stepped.
 
 The norm of all gradients is known when the last of them has arrived; what is clipped is clipped by the norm of the step
 before. A bucket that holds inf or nan is left out by itself.
@@ -15,9 +16,11 @@ Knows nothing of ranks.
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +29,7 @@ from fusedopt.buffers.bucket import Bucket, Entry, Slot
 from fusedopt.buffers.flat import Buffers
 from fusedopt.config import MainGradConfig
 from fusedopt.gradients.clip import clip_coefficient
-from fusedopt.inner.optimizers import InnerOptimizers
+from fusedopt.inner.optimizers import Group, InnerOptimizers, Listed
 from fusedopt.sharding.dtensor import is_dtensor
 from fusedopt.step.bucket_step import BucketStep
 
@@ -118,7 +121,16 @@ class Release:
 
         Returns:
             The norm of all gradients, where that was measured, and whether a bucket was left out.
+
+        Raises:
+            RuntimeError: naming what was edited since a bucket stepped; once, and nothing is done.
         """
+        late = self._round.late_edit() if self._round is not None else None
+        if late is not None:
+            raise RuntimeError(
+                f'{late} between backward and step(): with release="backward" buckets have stepped without that. Do it '
+                "before backward, or after step(). step(), called once more, steps the rest and goes on as all stands"
+            )
         for bucket in self._buffers.buckets:
             if any(entry.has_grad for entry in bucket.entries):
                 self._step(bucket)
@@ -154,6 +166,7 @@ class Release:
                 written = current.step.step(group, members)
                 self._buffers.write_back(members, done=written)
                 self._buffers.is_stepping = True
+                current.note(members)
         current.stepped.add(bucket)
         bucket.take_back()
 
@@ -183,6 +196,31 @@ class _Round:
         self.stepped: set[Bucket] = set()
         self.norms: list[Tensor] = []
         self.was_skipped = False
+        self._settings: list[tuple[Listed, Group]] = []
+        self._versions: list[tuple[Entry, int]] = []
+
+    def note(self, entries: Sequence[Entry]) -> None:
+        """Note how hyper-parameters and ``entries``, which were stepped, stand."""
+        self._settings = [
+            (listed, {key: _mark(listed.group[key]) for key in listed.agreed}) for listed in self._inner.listed
+        ]
+        self._versions += [(entry, entry.param._version) for entry in entries]
+
+    def late_edit(self) -> str | None:
+        """Return what was edited since it was noted, in words; each edit is told once."""
+        settings, versions, self._settings, self._versions = self._settings, self._versions, [], []
+        for index, (listed, marks) in enumerate(settings):
+            for group in (listed.outer, listed.group) if listed.is_there else ():
+                for key, mark in marks.items():
+                    if key in group and _mark(group[key]) != mark:
+                        return f"param_groups[{index}][{key!r}] was changed, to {group[key]!r},"
+        trained = {id(param) for listed in self._inner.listed for param in listed.params}
+        for entry, version in versions:
+            if id(entry.param) not in trained:
+                return f"parameter {entry.slot.name} was taken out of param_groups"
+            if entry.param._version != version:
+                return f"parameter {entry.slot.name} was edited"
+        return None
 
     def by_group(self, entries: Sequence[Entry]) -> Iterable[tuple[int, list[Entry]]]:
         """Return entries by outer group, in the order in which that lists them; without those that it lists no more."""
@@ -194,6 +232,11 @@ class _Round:
         for entry in sorted(listed, key=lambda entry: self._places[id(entry.param)]):
             found.setdefault(self._places[id(entry.param)][0], []).append(entry)
         return found.items()
+
+
+def _mark(value: Any) -> Any:
+    """Return what differs when ``value``, a hyper-parameter, is another one, or was written in place."""
+    return (id(value), value._version) if isinstance(value, Tensor) else copy.copy(value)
 
 
 def _norm_of(norms: Sequence[Tensor]) -> Tensor | None:

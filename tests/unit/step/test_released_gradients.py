@@ -297,6 +297,59 @@ def test_a_weight_that_two_reentrant_recomputed_layers_share_is_refused_by_name(
     optimizer.zero_grad()
 
 
+def set_rate(net, optimizer):
+    optimizer.param_groups[1]["lr"] = 0.5
+
+
+def set_tensor_rate(net, optimizer):
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+
+
+def step_the_scheduler_of_the_inner(net, optimizer):
+    net.scheduler.step()
+
+
+def decay_by_hand(net, optimizer):
+    with torch.no_grad():
+        net.layers[2].weight.mul_(0.9)
+
+
+def take_out(net, optimizer):
+    group = optimizer.param_groups[0]
+    group["params"] = [param for param in group["params"] if param is not net.layers[1].weight]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step()`")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (set_rate, r"param_groups\[1\]\['lr'\] was changed, to 0.5,"),
+        (set_tensor_rate, r"param_groups\[0\]\['lr'\] was changed"),
+        (step_the_scheduler_of_the_inner, r"param_groups\[0\]\['lr'\] was changed"),
+        (decay_by_hand, r"parameter \S+ was edited between backward"),
+        (take_out, r"parameter \S+ was taken out of param_groups"),
+    ],
+)
+def test_an_edit_between_backward_and_step_is_refused_by_name(edit, says, dtype):
+    net = Net(dtype)
+    inner = INNERS["AdamW"]([{"params": list(net.parameters())[::2]}, {"params": list(net.parameters())[1::2]}])
+    if edit is set_tensor_rate:
+        inner.param_groups[0]["lr"] = torch.tensor(1e-2)
+    net.scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+    optimizer = FusedMainGradOptimizer(inner, bucket_mib=1, release="backward")
+    for step in range(STEPS):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
+        net(x).square().mean().backward()
+        if step == 1:
+            edit(net, optimizer)
+            with pytest.raises(RuntimeError, match=says):
+                optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.isfinite(param).all() for param in net.parameters())
+
+
 def clip_by_torch(net, optimizer):
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
 
