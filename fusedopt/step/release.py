@@ -210,10 +210,9 @@ class _Round:
         """Return what was edited since it was noted, in words; each edit is told once."""
         settings, versions, self._settings, self._versions = self._settings, self._versions, [], []
         for index, (listed, marks) in enumerate(settings):
-            for group in (listed.outer, listed.group) if listed.is_there else ():
-                for key, mark in marks.items():
-                    if key in group and _mark(group[key]) != mark:
-                        return f"param_groups[{index}][{key!r}] was changed, to {group[key]!r},"
+            for key, mark in marks.items():  # what changed on the inner side shows there, too
+                if key in listed.outer and _mark(listed.outer[key]) != mark:
+                    return f"param_groups[{index}][{key!r}] was changed, to {listed.outer[key]!r},"
         trained = {id(param) for listed in self._inner.listed for param in listed.params}
         for entry, version in versions:
             if id(entry.param) not in trained:
