@@ -53,7 +53,7 @@ class Held:
         self._grads = grads
         if self.settings["release"] == "none":
             for param, grad in zip(self.params, grads, strict=True):
-                param.grad = param.main_grad.copy_(grad)  # type: ignore[attr-defined]
+                param.grad = param.main_grad.copy_(grad)  # type: ignore[attr-defined]  # attached by wrapping
 
     def phase(self) -> None:
         """Step and clear."""
