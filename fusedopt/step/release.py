@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedopt.buffers.bucket import Bucket, Entry, Slot
+from fusedopt.buffers.bucket import Bucket, Entry, Slot, answers_late
 from fusedopt.buffers.flat import Buffers
 from fusedopt.config import MainGradConfig
 from fusedopt.gradients.clip import clip_coefficient
-from fusedopt.inner.optimizers import Group, InnerOptimizers, Listed
+from fusedopt.inner.optimizers import InnerOptimizers
 from fusedopt.sharding.dtensor import is_dtensor
 from fusedopt.step.bucket_step import BucketStep
 
@@ -196,23 +196,23 @@ class _Round:
         self.stepped: set[Bucket] = set()
         self.norms: list[Tensor] = []
         self.was_skipped = False
-        self._settings: list[tuple[Listed, Group]] = []
+        self._settings = [(listed, {k: _mark(v) for k, v in listed.agreed.items()}) for listed in inner.listed]
+        self._written: set[tuple[int, str]] = set()  # hyper-parameters that inner steps write: counts, for one
         self._versions: list[tuple[Entry, int]] = []
 
     def note(self, entries: Sequence[Entry]) -> None:
-        """Note how hyper-parameters and ``entries``, which were stepped, stand."""
-        self._settings = [
-            (listed, {key: _mark(listed.group[key]) for key in listed.agreed}) for listed in self._inner.listed
-        ]
+        """Note that ``entries`` were stepped, and how they stand."""
+        for index, (listed, marks) in enumerate(self._settings):
+            self._written |= {(index, key) for key, mark in marks.items() if _mark(listed.group.get(key)) != mark}
         self._versions += [(entry, entry.param._version) for entry in entries]
 
     def late_edit(self) -> str | None:
-        """Return what was edited since it was noted, in words; each edit is told once."""
+        """Return what was edited since a bucket was stepped, in words; told once."""
         settings, versions, self._settings, self._versions = self._settings, self._versions, [], []
-        for index, (listed, marks) in enumerate(settings):
-            for key, mark in marks.items():  # what changed on the inner side shows there, too
-                if key in listed.outer and _mark(listed.outer[key]) != mark:
-                    return f"param_groups[{index}][{key!r}] was changed, to {listed.outer[key]!r},"
+        for index, (listed, marks) in enumerate(settings if versions else []):
+            for key, mark in marks.items():  # what changed on the inner side shows on the outer one, too
+                if (index, key) not in self._written and _mark(listed.outer.get(key)) != mark:
+                    return f"param_groups[{index}][{key!r}] was changed, to {listed.outer.get(key)!r},"
         trained = {id(param) for listed in self._inner.listed for param in listed.params}
         for entry, version in versions:
             if id(entry.param) not in trained:
@@ -234,8 +234,10 @@ class _Round:
 
 
 def _mark(value: Any) -> Any:
-    """Return what differs when ``value``, a hyper-parameter, is another one, or was written in place."""
-    return (id(value), value._version) if isinstance(value, Tensor) else copy.copy(value)
+    """Return what differs when ``value``, a hyper-parameter, is another one; its `id` where one would have to wait."""
+    if isinstance(value, Tensor):
+        return id(value) if answers_late(value.device) else value.tolist()
+    return copy.copy(value)
 
 
 def _norm_of(norms: Sequence[Tensor]) -> Tensor | None:

@@ -6,6 +6,7 @@ import math
 import weakref
 
 import pytest
+import pytorch_optimizer
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,6 +58,7 @@ INNERS = {
     "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
+    "AdaBelief": lambda params: pytorch_optimizer.AdaBelief(params, lr=1e-2),  # counts steps in its groups
 }
 
 
